@@ -1,0 +1,4 @@
+"""Lightning callbacks; import them as ``dflash_lightning.callbacks``."""
+
+if __name__ != "dflash_lightning.callbacks":
+    raise ImportError("import dflash_lightning.callbacks; the bare folder name is not a package")
