@@ -10,7 +10,7 @@ Dimension legend, used in every shape annotation of the package:
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -98,9 +98,12 @@ class BlockLayout:
     """Where the blocks of a batch start, what their slots hold and what is labelled. Pure ids and masks, never features.
 
     ``anchors``, ``context_start``, ``context_end`` and ``label_index`` are *row indices* (0..S-1); ``position_ids`` restart
-    with every document. A block may read context rows ``context_start <= j < context_end`` only. ``valid`` implies
-    ``predicts`` and ``keep``; at every valid slot ``prev_ids`` is the token at ``label_index - 1``, which is also the
-    target row that teaches it. Anchors are sorted within a row; padding blocks (``keep`` false) come last.
+    with every document. A block may read context rows ``context_start <= j < context_end`` only. ``scored`` marks slots of
+    real blocks whose label is supervised; ``valid`` those of them whose label the draft vocabulary can express: losses use
+    ``valid``, metrics count a scored slot that is not valid as wrong. At every scored slot ``prev_ids`` is the token at
+    ``label_index - 1``, which is also the target row that teaches it. Anchors are sorted within a row; padding blocks
+    (``keep`` false) come last. ``rows`` lists the scored slots as flat indices into B*N*K, so that heads and losses gather
+    them without a host sync.
     """
 
     anchors: Int[Tensor, "B N"]
@@ -113,8 +116,50 @@ class BlockLayout:
     label_index: Int[Tensor, "B N K"]
     labels: Int[Tensor, "B N K"]
     prev_ids: Int[Tensor, "B N K"]
+    scored: Bool[Tensor, "B N K"]
     valid: Bool[Tensor, "B N K"]
+    rows: Int[Tensor, " Rows"]
     streams: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Document:
+    """One tokenised training row: ids, which of them are supervised, and its number in the data set."""
+
+    sample_id: int
+    input_ids: Int[Tensor, " S"]
+    loss_mask: Bool[Tensor, " S"]
+
+
+@dataclass(frozen=True)
+class TargetFacts:
+    """What drafter and data need to know of a target without holding its weights.
+
+    ``vocab_size`` counts embedding rows; ``num_tokens`` counts the tokenizer's tokens (0 without a tokenizer).
+    ``digest`` identifies the weights (hex; see ``FrozenTarget``). ``embedding_scale`` is what the family multiplies its
+    embedding rows with inside the model (1.0 for most; ``sqrt(hidden_size)`` for Gemma); drafters read *raw* rows.
+    """
+
+    name: str
+    revision: str | None
+    digest: str
+    model_type: str
+    vocab_size: int
+    num_tokens: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_act: str
+    rms_norm_eps: float
+    rope_parameters: dict[str, Any]
+    max_positions: int
+    embedding_scale: float
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    pad_token_id: int | None
 
 
 @dataclass

@@ -1,0 +1,43 @@
+"""Contract of the block axis: where blocks start, what their slots hold, what is labelled."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from dflash_lightning.component import Component
+from dflash_lightning.types import Alignment, BlockLayout, Document, LabelLayout
+
+
+class BlockConstructor(Component, ABC, axis=True):
+    """Cuts training blocks out of one document at a time.
+
+    Called in collate, on the CPU, in workers. The result depends on the document's ids and mask and on
+    (``seed``, ``epoch``, ``document.sample_id``) only: not on features, batch, rank, worker or resume, so that the same
+    document gets the same blocks wherever it lands. ``merge_layouts`` joins documents into rows and batches.
+    """
+
+    block_size: int
+    label_layout: LabelLayout
+    mask_token_id: int | None
+
+    @abstractmethod
+    def eligible_anchors(self, loss_mask: Bool[Tensor, " S"]) -> Int[Tensor, " n"]:
+        """Sorted positions at which a block may start."""
+
+    @abstractmethod
+    def blocks(
+        self,
+        document: Document,
+        alignment: Alignment,
+        *,
+        seed: int,
+        epoch: int,
+        vocabulary: Bool[Tensor, " V"] | None = None,
+    ) -> BlockLayout:
+        """Blocks of ``document`` alone (B = 1, no padding blocks); row indices are positions of the document.
+
+        ``vocabulary`` marks the ids that a reduced draft vocabulary can express; ``None`` means all.
+        """

@@ -1,0 +1,51 @@
+"""Contract of the conditioning axis: how target features enter the drafter."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from dflash_lightning.component import Component
+from dflash_lightning.draft_config import DraftConfig
+from dflash_lightning.ops.context import ContextState, DraftCache
+from dflash_lightning.types import BlockLayout, FeatureSpec, TargetFeatures
+
+class Conditioning(Component, nn.Module, ABC, axis=True):
+    """Turns target features into what the draft layers read.
+
+    Settings only in the constructor; ``build`` makes the weights. ``prepare`` serves training (all context of a batch at
+    once, gradients enabled), ``extend`` serves decoding (a chunk of new rows per round, in place, compiled with static
+    shapes: no Python branch on tensor values). Both must give a block the same context: a test holds them together.
+    """
+
+    @abstractmethod
+    def default_layer_ids(self, num_target_layers: int, num_draft_layers: int) -> list[int]:
+        """Target layers to tap when the recipe names none."""
+
+    @abstractmethod
+    def build(self, config: DraftConfig) -> None:
+        """Make the weights."""
+
+    @abstractmethod
+    def required(self) -> FeatureSpec:
+        """Target features that ``prepare`` and ``extend`` read; known after ``build``."""
+
+    @abstractmethod
+    def prepare(
+        self, features: TargetFeatures, position_ids: Int[Tensor, "B S"], layout: BlockLayout
+    ) -> ContextState:
+        """Context of a training batch."""
+
+    @abstractmethod
+    def extend(
+        self,
+        hidden: Float[Tensor, "B R T H"],
+        keep: Int[Tensor, " B"],
+        cache: DraftCache,
+    ) -> ContextState:
+        """Append the first ``keep[b]`` of ``R`` new rows (positions ``cursor[b] ..``) and return the context so far.
+
+        ``cache.cursor`` is moved by ``keep`` before the state is used: the state's visible rows are those ``< cursor``.
+        """

@@ -1,0 +1,80 @@
+"""The drafter's configuration: everything from which its weights' shapes, its inputs and its alignment follow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from dflash_lightning.types import Alignment, LabelLayout
+
+
+class DraftConfig(PretrainedConfig):
+    """Plain settings only, spelled as z-lab's checkpoints and transformers' DFlash generator spell them.
+
+    ``target_layer_ids`` are 0-based decoder layers of the target (id ``i`` is the output of layer ``i``). ``is_causal``
+    ``None`` means by layer type, as z-lab's code does: sliding layers are causal inside a block, full layers see the whole
+    block. ``draft_vocab_size`` ``None`` means the whole target vocabulary; otherwise the model holds the ids in a buffer.
+    ``components`` names the conditioning, drafter and head: ``{"head": {"name": "marginal", "settings": {}}}``.
+    ``target`` identifies the model the drafter was made for: name, revision, digest, vocab_size.
+    """
+
+    model_type = "dflash_lightning"
+
+    def __init__(
+        self,
+        *,
+        hidden_size: int = 0,
+        intermediate_size: int = 0,
+        num_hidden_layers: int = 0,
+        num_attention_heads: int = 0,
+        num_key_value_heads: int = 0,
+        head_dim: int = 0,
+        hidden_act: str = "silu",
+        rms_norm_eps: float = 1e-6,
+        rope_parameters: dict[str, Any] | None = None,
+        max_position_embeddings: int = 0,
+        layer_types: list[str] | None = None,
+        sliding_window: int | None = None,
+        is_causal: bool | None = None,
+        block_size: int = 0,
+        mask_token_id: int = -1,
+        label_layout: LabelLayout = "same_position",
+        target_layer_ids: list[int] | None = None,
+        num_target_layers: int = 0,
+        target_hidden_size: int = 0,
+        vocab_size: int = 0,
+        draft_vocab_size: int | None = None,
+        components: dict[str, dict[str, Any]] | None = None,
+        target: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.hidden_size = hidden_size
+        self.intermediate_size = intermediate_size
+        self.num_hidden_layers = num_hidden_layers
+        self.num_attention_heads = num_attention_heads
+        self.num_key_value_heads = num_key_value_heads
+        self.head_dim = head_dim
+        self.hidden_act = hidden_act
+        self.rms_norm_eps = rms_norm_eps
+        self.rope_parameters = rope_parameters
+        self.max_position_embeddings = max_position_embeddings
+        self.layer_types = layer_types if layer_types is not None else ["full_attention"] * num_hidden_layers
+        self.sliding_window = sliding_window
+        self.is_causal = is_causal
+        self.block_size = block_size
+        self.mask_token_id = mask_token_id
+        self.label_layout = label_layout
+        self.target_layer_ids = target_layer_ids if target_layer_ids is not None else []
+        self.num_target_layers = num_target_layers
+        self.target_hidden_size = target_hidden_size
+        self.vocab_size = vocab_size
+        self.draft_vocab_size = draft_vocab_size
+        self.components = components if components is not None else {}
+        self.target = target if target is not None else {}
+        super().__init__(**kwargs)
+
+    @property
+    def alignment(self) -> Alignment:
+        """The one statement of how slots and labels line up."""
+        return Alignment(self.block_size, self.mask_token_id, self.label_layout)

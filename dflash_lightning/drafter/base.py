@@ -1,0 +1,41 @@
+"""Contract of the drafter axis: the network between slot inputs and slot hidden states."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from dflash_lightning.component import Component
+from dflash_lightning.draft_config import DraftConfig
+from dflash_lightning.ops.context import ContextState
+from dflash_lightning.types import BlockLayout, TargetFacts
+
+
+class Drafter(Component, nn.Module, ABC, axis=True):
+    """The trainable backbone. Block-local: slots see their own block and the context, never another block.
+
+    The same ``forward`` serves training (many blocks per row) and decoding (one block per row, context from a cache).
+    """
+
+    num_layers: int
+
+    @abstractmethod
+    def geometry(self, facts: TargetFacts) -> dict[str, Any]:
+        """``DraftConfig`` fields that this backbone decides: its settings, with null resolved against the target."""
+
+    @abstractmethod
+    def build(self, config: DraftConfig) -> None:
+        """Make the weights."""
+
+    @abstractmethod
+    def forward(
+        self, slots: Float[Tensor, "B N K H"], layout: BlockLayout, context: ContextState
+    ) -> Float[Tensor, "B N K H"]:
+        """Hidden states after the output norm, ready for the language head."""
+
+    def warm_start(self, layers: list[Mapping[str, Tensor]]) -> None:
+        """Copy weights from the target's decoder layers ``layers`` (state dicts, one per draft layer), where asked for."""
