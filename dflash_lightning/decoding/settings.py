@@ -1,0 +1,54 @@
+"""How to decode, as a recipe and the command line say it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from dflash_lightning.decoding.loop import SpeculativeDecoder
+from dflash_lightning.decoding.sampling import SamplingSpec
+from dflash_lightning.model import DraftModel
+from dflash_lightning.target import FrozenTarget
+
+
+@dataclass(frozen=True)
+class DecodingSettings:
+    """Everything but the prompts: sampling law, length, batch, and how the draft step is run.
+
+    ``verifier`` ``"auto"`` means longest match at temperature 0 and token rejection above. ``packed`` multiplies with
+    prepacked weights on the CPU, ``compile`` compiles the draft step; neither changes which tokens are right.
+    """
+
+    max_new_tokens: int = 256
+    batch_size: int = 8
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int = 0
+    verifier: Literal["auto", "greedy", "match", "token"] = "auto"
+    compile: bool = True
+    packed: bool = True
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ValueError(f"decoding.max_new_tokens: {self.max_new_tokens} decodes nothing. Use 1 or more.")
+        if self.batch_size < 1:
+            raise ValueError(f"decoding.batch_size: {self.batch_size} is no batch. Use 1 or more.")
+
+    @property
+    def sampling(self) -> SamplingSpec:
+        """The law that target, drafter and plain decoding share."""
+        return SamplingSpec(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, seed=self.seed)
+
+    def make_decoder(self, target: FrozenTarget, draft: DraftModel | None, *, longest_prompt: int) -> SpeculativeDecoder:
+        """A decoder for prompts of up to ``longest_prompt`` tokens; ``draft`` null decodes plainly through the same loop."""
+        return SpeculativeDecoder(
+            target,
+            draft,
+            sampling=self.sampling,
+            verifier=self.verifier,
+            max_length=longest_prompt + self.max_new_tokens,
+            batch_size=self.batch_size,
+            compile=self.compile,
+            packed=self.packed,
+        )

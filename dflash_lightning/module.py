@@ -1,0 +1,311 @@
+"""The LightningModule: joins a frozen target with a trainable drafter and turns a batch into a loss.
+
+One step reads the same for every method, because methods differ only in the parts that are plugged in::
+
+    batch -> target features -> conditioning -> drafter -> head views -> sum of coef * numerator / denominator
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor
+
+from dflash_lightning.block import BlockConstructor
+from dflash_lightning.conditioning import Conditioning
+from dflash_lightning.drafter import Drafter
+from dflash_lightning.head import DraftHead
+from dflash_lightning.loss import LossTerm
+from dflash_lightning.model import DraftModel, load_draft, make_draft_config
+from dflash_lightning.ops.lm_head import Argmax, LanguageHead, View
+from dflash_lightning.schedule import warmup_cosine
+from dflash_lightning.target import FrozenTarget, check_mask_token_id, choose_mask_token_id
+from dflash_lightning.types import BlockLayout, FeatureSpec, SlotTotals, StepContext, TrainBatch
+
+
+@dataclass(frozen=True)
+class OptimSettings:
+    """AdamW with linear warm-up and a half cosine; every length is counted in optimizer steps.
+
+    ``warmup_steps`` wins over ``warmup_fraction`` (of all optimizer steps) when it is given.
+    """
+
+    lr: float
+    betas: tuple[float, float] = (0.9, 0.999)
+    weight_decay: float = 0.0
+    warmup_fraction: float = 0.04
+    warmup_steps: int | None = None
+    final_fraction: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.lr > 0:
+            raise ValueError(f"optim.lr: {self.lr} does not move the weights. Use a positive number (DFlash uses 6e-4).")
+        if not 0 <= self.warmup_fraction < 1:
+            raise ValueError(
+                f"optim.warmup_fraction: {self.warmup_fraction} is not a share of the run. Use 0 <= fraction < 1, "
+                "or set optim.warmup_steps to count optimizer steps."
+            )
+
+    def factor(self, step: int, total_steps: int) -> float:
+        """Learning-rate factor of optimizer step ``step`` (0-based) of ``total_steps``."""
+        warmup = self.warmup_steps if self.warmup_steps is not None else math.ceil(self.warmup_fraction * total_steps)
+        return warmup_cosine(step, warmup_steps=warmup, total_steps=total_steps, final_fraction=self.final_fraction)
+
+
+class DraftModule(LightningModule):
+    """Trains one drafter against one frozen target.
+
+    The target is a plain object: it is in no ``state_dict``, no optimizer and not wrapped by DDP. The parts are settings
+    until ``configure_model`` builds the drafter for this target, so the constructor is cheap.
+
+    Args:
+        target: the frozen model; its embedding and language head serve the drafter.
+        loss: terms by name; the training loss is the sum of ``coef * numerator / denominator`` over them.
+        draft_vocabulary: ``"data"`` limits the drafter to the token ids that occur in the training rows; null uses all.
+        init_from: a drafter's folder whose weights training starts from; it must have been made for this target.
+        seed: decides the drafter's initial weights.
+    """
+
+    def __init__(
+        self,
+        target: FrozenTarget,
+        *,
+        block: BlockConstructor,
+        conditioning: Conditioning,
+        drafter: Drafter,
+        head: DraftHead,
+        loss: Mapping[str, LossTerm],
+        optim: OptimSettings,
+        draft_vocabulary: str | None = None,
+        init_from: str | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        if not loss:
+            raise ValueError("loss: no term is given, so there is nothing to train on. Add one, e.g. loss=cross_entropy.")
+        if draft_vocabulary not in (None, "data"):
+            raise ValueError(
+                f"draft_vocabulary: {draft_vocabulary!r} is unknown. Use 'data' (ids of the training rows) or null (all)."
+            )
+        self.target = target
+        self.block = block
+        self.parts = (conditioning, drafter, head)  # a tuple, not attributes: the built modules live in self.model only
+        self.terms = dict(loss)
+        self.optim = optim
+        self.draft_vocabulary = draft_vocabulary
+        self.init_from = init_from
+        self.seed = seed
+        self.model: DraftModel | None = None
+        self._totals: tuple[tuple[int, int], SlotTotals] | None = None
+        self._sums: dict[str, Tensor] = {}
+        self._initial: dict[str, int] = {}
+
+    # -- building -----------------------------------------------------------------------------------------------------
+
+    def configure_model(self) -> None:
+        """Build the drafter for the target and the data; does nothing when it is built already."""
+        if self.model is None:
+            self.model = self._make_model(self._used_ids())
+        self._lm: LanguageHead = self.model.head_of(self.target.lm)
+        data = self.trainer.datamodule if self._trainer is not None else None  # type: ignore[attr-defined]
+        if data is not None:
+            data.bind(self.block, self.model.alignment, self.required(), self._vocabulary_mask())
+
+    def _used_ids(self) -> set[int]:
+        data = self.trainer.datamodule if self._trainer is not None else None  # type: ignore[attr-defined]
+        return data.used_ids() if data is not None else set()
+
+    def _make_model(self, used_ids: set[int]) -> DraftModel:
+        if self.draft_vocabulary == "data" and not used_ids:
+            raise ValueError("draft_vocabulary: 'data' needs a DraftData data module to take the ids from. Use null.")
+        if self.init_from is not None:
+            return self._load_initial(Path(self.init_from))
+        explicit = self.block.mask_token_id
+        if explicit is not None:
+            check_mask_token_id(explicit, self.target)
+        mask_token_id = explicit if explicit is not None else choose_mask_token_id(self.target, used_ids)
+        reduced = sorted(used_ids) if self.draft_vocabulary == "data" else None
+        conditioning, drafter, head = self.parts
+        config = make_draft_config(
+            self.target.facts,
+            block=self.block,
+            conditioning=conditioning,
+            drafter=drafter,
+            head=head,
+            mask_token_id=mask_token_id,
+            draft_vocab_size=None if reduced is None else len(reduced),
+        )
+        # The initial weights depend on the seed alone, not on what drew random numbers before.
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            model = DraftModel(config)
+            if reduced is not None:
+                model.draft_vocab.copy_(torch.tensor(reduced))
+            model.warm_start(self.target.decoder_layer_state)
+        return model
+
+    def _load_initial(self, folder: Path) -> DraftModel:
+        """Weights, mask id and layers come from ``init_from``; a recipe that says otherwise is refused."""
+        model = load_draft(folder)
+        self.target.check_draft(model.config)
+        alignment = model.alignment
+        conflicts = {
+            "block.block_size": (self.block.block_size, alignment.block_size),
+            "block.label_layout": (self.block.label_layout, alignment.label_layout),
+            "block.mask_token_id": (self.block.mask_token_id or alignment.mask_token_id, alignment.mask_token_id),
+        }
+        for key, (ours, theirs) in conflicts.items():
+            if ours != theirs:
+                raise ValueError(
+                    f"{key}: the recipe says {ours}, but init_from={folder} was trained with {theirs}. "
+                    f"Set {key}={theirs}, or train from scratch."
+                )
+        return model
+
+    def _vocabulary_mask(self) -> Bool[Tensor, " V"] | None:
+        if self.draft_model.config.draft_vocab_size is None:
+            return None
+        mask = torch.zeros(self.target.facts.vocab_size, dtype=torch.bool)
+        mask[self.draft_model.draft_vocab.cpu()] = True
+        return mask
+
+    @property
+    def draft_model(self) -> DraftModel:
+        """The drafter; exists once ``configure_model`` has run."""
+        assert self.model is not None, "configure_model has not run"
+        return self.model
+
+    def required(self) -> FeatureSpec:
+        """Target features that the drafter and the loss terms read, united."""
+        spec = self.draft_model.required()
+        for term in self.terms.values():
+            spec = spec | term.required()
+        return spec
+
+    # -- training -----------------------------------------------------------------------------------------------------
+
+    def on_fit_start(self) -> None:
+        self.target.to(self.device)
+        self._lm = self.draft_model.head_of(self.target.lm)
+        self._initial = _checksums(self.draft_model)
+
+    def training_step(self, batch: TrainBatch, batch_idx: int) -> Float[Tensor, ""]:
+        layout, context = batch.layout, self._step_context()
+        features = batch.features
+        if features is None:
+            features = self.target.features(batch.input_ids, batch.position_ids, self.required())
+        hidden = self.draft_model.block_hidden(
+            self.target.embed(layout.input_ids), layout, features, batch.position_ids
+        )
+        views = self.draft_model.views(hidden, layout, self._lm)
+
+        totals = self._window_totals(batch)
+        shift = self.draft_model.alignment.shift
+        # DDP averages gradients over ranks and Lightning divides by the accumulation: undo both, the totals cover them.
+        undo = self.trainer.world_size * self.trainer.accumulate_grad_batches
+        loss = hidden.new_zeros((), dtype=torch.float32)
+        for name, term in self.terms.items():
+            denominator = term.denominator(totals, shift)
+            share = term.numerator(views, layout, features, context) / torch.where(denominator > 0, denominator, 1.0)
+            loss = loss + term.coef(context) * share
+            self._add(f"train/loss/{name}", share)
+        self._add("train/loss", loss)
+        if self._metrics_due():
+            self._count_correct(views["main"], layout)
+        return loss * undo
+
+    def _step_context(self) -> StepContext:
+        return StepContext(self.global_step, int(self.trainer.estimated_stepping_batches), self.current_epoch)
+
+    def _window_totals(self, batch: TrainBatch) -> SlotTotals:
+        """Counts of the accumulation window over all ranks; one all-reduce per optimizer step."""
+        key = (self.current_epoch, batch.window)
+        if self._totals is None or self._totals[0] != key:
+            self._totals = (key, SlotTotals.unpack(self._sum_over_ranks(batch.window_totals.pack())))
+        return self._totals[1]
+
+    def _sum_over_ranks(self, vector: Float[Tensor, " Q"]) -> Float[Tensor, " Q"]:
+        """Every rank must call this with a vector of the same length, whatever its batch holds."""
+        if self.trainer.world_size > 1:
+            torch.distributed.all_reduce(vector)
+        return vector
+
+    # -- what is logged -----------------------------------------------------------------------------------------------
+
+    def _metrics_due(self) -> bool:
+        return self.global_step % self.trainer.log_every_n_steps == 0  # type: ignore[attr-defined]
+
+    def _add(self, name: str, value: Tensor) -> None:
+        value = value.detach()
+        self._sums[name] = self._sums[name] + value if name in self._sums else value
+
+    @torch.no_grad()
+    def _count_correct(self, view: View, layout: BlockLayout) -> None:
+        (guess,) = view.scalars(Argmax())
+        self._add("correct", ((guess == layout.labels) & layout.scored).sum((0, 1)).float())
+        self._add("scored", layout.scored.sum((0, 1)).float())
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Log the finished accumulation window: sums over micro-batches and ranks, so no split changes a logged number."""
+        names = sorted(self._sums)
+        sizes = [self._sums[name].numel() for name in names]
+        vector = self._sum_over_ranks(torch.cat([self._sums[name].flatten() for name in names]))
+        reduced = dict(zip(names, vector.split(sizes), strict=True))
+        self._sums = {}
+        correct, scored = reduced.pop("correct", None), reduced.pop("scored", None)
+        for name, value in reduced.items():
+            self.log(name, value.squeeze(), prog_bar=name == "train/loss", batch_size=1)
+        if correct is None or scored is None:
+            return
+        self.log("train/accuracy", correct.sum() / scored.sum().clamp(min=1), prog_bar=True, batch_size=1)
+        first = self.draft_model.alignment.first_slot
+        for slot in range(first, len(correct)):
+            value = correct[slot] / scored[slot].clamp(min=1)
+            self.log(f"train/accuracy/slot_{slot - first + 1}", value, batch_size=1)
+
+    # -- optimizer and checkpoints ------------------------------------------------------------------------------------
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        total = self.trainer.estimated_stepping_batches
+        if math.isinf(total):
+            raise ValueError("trainer: the number of steps is unbounded. Set trainer.max_epochs or trainer.max_steps.")
+        optim = self.optim
+        parameters = [p for p in self.draft_model.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(parameters, lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: optim.factor(step, int(total)))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add what remakes the drafter without the recipe; plain types only, so ``weights_only=True`` loads it."""
+        checkpoint["draft_config"] = self.draft_model.config.to_dict()
+        checkpoint["optim"] = {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self.optim).items()}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        theirs, ours = checkpoint["draft_config"], self.draft_model.config.to_dict()
+        differing = sorted(k for k in {*theirs, *ours} if theirs.get(k) != ours.get(k) and k not in _VOLATILE)
+        if differing:
+            lines = "; ".join(f"{k}: checkpoint {theirs.get(k)!r}, now {ours.get(k)!r}" for k in differing)
+            raise ValueError(
+                f"The checkpoint's drafter is not the one this recipe builds ({lines}). "
+                "Resume with the recipe and data it was trained with, or start anew with --fresh."
+            )
+
+    def changed_parameters(self) -> int:
+        """How many parameter tensors of the drafter differ from when ``fit`` began."""
+        return sum(self._initial[name] != value for name, value in _checksums(self.draft_model).items())
+
+
+_VOLATILE = {"transformers_version", "_name_or_path"}
+
+
+def _checksums(model: DraftModel) -> dict[str, int]:
+    """Bit sums of the parameters: enough to see whether training changed them, without keeping a copy."""
+    return {name: int(p.detach().float().view(torch.int32).sum(dtype=torch.int64)) for name, p in model.named_parameters()}
