@@ -1,0 +1,173 @@
+"""What differs between model families: which can work, where their parts are, how they scale embeddings and logits."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+# Families whose features, packing and decoding the test suite holds equal to transformers' own forward and generate.
+VERIFIED_FAMILIES = (
+    "llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "gpt_oss", "mixtral", "qwen3_moe", "mistral", "granite", "cohere",
+)  # fmt: skip
+
+_ATTENTION_KINDS = ("full_attention", "sliding_attention")
+_ALIBI_FAMILIES = ("bloom", "mpt")
+_LAYER_LIST_NAMES = ("layers", "h", "blocks")
+_FINAL_NORM_NAMES = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f")
+
+
+def setting(config: PretrainedConfig, *names: str, default: Any = None) -> Any:
+    """First of the settings ``names`` that the configuration has and that is not null: families spell them differently."""
+    for name in names:
+        value = getattr(config, name, None)
+        if value is not None:
+            return value
+    return default
+
+
+def refuse(config: PretrainedConfig, source: str, reason: str, advice: str) -> ValueError:
+    """The one error for a family that cannot be a target."""
+    return ValueError(
+        f"target: {source} is of family {config.model_type!r}, which cannot be a target: {reason}. {advice} "
+        f"Verified families: {', '.join(VERIFIED_FAMILIES)}."
+    )
+
+
+def check_family(config: PretrainedConfig, source: str) -> None:
+    """Refuse a family that cannot work, from its configuration alone, so that no weight is loaded for nothing.
+
+    Raises:
+        ValueError: encoder-decoder, multimodal wrapper, recurrent or linear attention, ALiBi, attention kinds or shared
+            key-value layers that rollback cannot represent, or no causal LM at all. The message says which and why.
+    """
+    other = "Use a decoder-only causal language model with softmax attention."
+    if config.is_encoder_decoder:
+        raise refuse(config, source, "it is an encoder-decoder, and a drafter reads a decoder-only context", other)
+    if config.get_text_config() is not config:
+        advice = "Save its language model by itself (AutoModelForCausalLM of its text_config) and use that folder."
+        raise refuse(config, source, "it is a multimodal wrapper around a language model", advice)
+    kinds = set(setting(config, "layer_types", default=[]))
+    model_class = causal_lm_class(config)
+    if (model_class is not None and model_class._is_stateful) or kinds & {
+        "linear_attention",
+        "mamba",
+        "conv",
+        "recurrent",
+    }:
+        raise refuse(config, source, "its recurrent state cannot be rolled back after a rejected draft", other)
+    if unknown := sorted(kinds - {*_ATTENTION_KINDS}):
+        raise refuse(config, source, f"it has layers of kind {unknown}, whose masks are not supported", other)
+    if config.model_type in _ALIBI_FAMILIES or setting(config, "alibi", default=False):
+        raise refuse(
+            config, source, "it counts positions from the attention mask (ALiBi), so rows cannot be packed", other
+        )
+    if setting(config, "num_kv_shared_layers", default=0):
+        raise refuse(config, source, "its layers share key-value states", other)
+    if model_class is None and "AutoModelForCausalLM" not in setting(config, "auto_map", default={}):
+        raise refuse(config, source, "transformers has no causal language model for it", other)
+
+
+def causal_lm_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
+    """transformers' own causal LM class of a configuration; null when it has none (for example remote code)."""
+    mapping = AutoModelForCausalLM._model_mapping
+    if type(config) not in mapping:
+        return None
+    found = mapping[type(config)]
+    return found[0] if isinstance(found, tuple) else found
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """Where the parts of a causal LM are: ``decoder`` owns the child modules ``layers_name`` and ``norm_name``."""
+
+    decoder: nn.Module
+    layers_name: str
+    norm_name: str
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        found = self.decoder._modules[self.layers_name]
+        assert isinstance(found, nn.ModuleList)
+        return found
+
+    @property
+    def norm(self) -> nn.Module:
+        found = self.decoder._modules[self.norm_name]
+        assert found is not None
+        return found
+
+
+def find_anatomy(model: PreTrainedModel, source: str) -> Anatomy:
+    """The decoder, its layer list and its final norm.
+
+    Raises:
+        ValueError: the model has no such structure or its decoder takes no ``position_ids``.
+    """
+    decoder = model.get_decoder()
+    children = dict(decoder.named_children())
+    num_layers = model.config.num_hidden_layers
+    lists = [
+        n for n in _LAYER_LIST_NAMES if isinstance(children.get(n), nn.ModuleList) and len(children[n]) == num_layers
+    ]
+    norms = [n for n in _FINAL_NORM_NAMES if n in children]
+    advice = "Open an issue with its config.json, or use a verified family."
+    if len(lists) != 1 or len(norms) != 1:
+        reason = (
+            f"its decoder {type(decoder).__name__} has no single list of {num_layers} layers with a final norm after it"
+        )
+        raise refuse(model.config, source, reason, advice)
+    if "position_ids" not in inspect.signature(decoder.forward).parameters:
+        raise refuse(model.config, source, "its decoder takes no position_ids, so rows cannot be packed", advice)
+    if not isinstance(model.get_output_embeddings(), nn.Linear):
+        raise refuse(model.config, source, "its language head is not one linear layer", advice)
+    return Anatomy(decoder, lists[0], norms[0])
+
+
+def check_structure(config: PretrainedConfig, source: str) -> None:
+    """Build an unverified family without storage (meta device) and look for the parts that features and decoding need."""
+    model_class = causal_lm_class(config)
+    if config.model_type in VERIFIED_FAMILIES or model_class is None:
+        return
+    with torch.device("meta"):
+        find_anatomy(model_class(config), source)
+
+
+def embedding_scale(config: PretrainedConfig) -> float:
+    """What the family multiplies its embedding rows with inside the model."""
+    if config.model_type.startswith("gemma"):
+        return float(config.hidden_size) ** 0.5
+    return float(setting(config, "embedding_multiplier", "scale_emb", default=1.0))
+
+
+def head_scale(config: PretrainedConfig) -> float:
+    """What the family multiplies its logits with, before a soft cap."""
+    if (divisor := setting(config, "logits_scaling")) is not None:  # Granite
+        return 1.0 / float(divisor)
+    return float(setting(config, "logit_scale", default=1.0))  # Cohere
+
+
+def head_softcap(config: PretrainedConfig) -> float | None:
+    """``c`` of ``c * tanh(logits / c)``, Gemma's soft cap."""
+    cap = setting(config, "final_logit_softcapping")
+    return None if cap is None else float(cap)
+
+
+def rope_settings(config: PretrainedConfig) -> dict[str, Any]:
+    """Rotary settings of the full-attention layers; base 10000 where the family has none of its own."""
+    found = setting(config, "rope_parameters", default={})
+    nested = found.get("full_attention", found)
+    return dict(nested) if nested else {"rope_type": "default", "rope_theta": 10000.0}
+
+
+def sliding_window(config: PretrainedConfig) -> int | None:
+    """Window of the sliding layers: a row sees itself and the ``window - 1`` rows before it. Null without such layers."""
+    kinds = setting(config, "layer_types")
+    if kinds is not None and "sliding_attention" not in kinds:
+        return None
+    window = setting(config, "sliding_window")
+    return None if window is None else int(window)

@@ -1,0 +1,260 @@
+"""The frozen target: a causal LM as a plain object that answers for features, embeddings and its language head."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from dflash_lightning.ops.lm_head import LanguageHead
+from dflash_lightning.target import families
+from dflash_lightning.target.masks import is_packed, packed_mask
+from dflash_lightning.target.trunk import Trunk
+from dflash_lightning.types import FeatureSpec, TargetFacts, TargetFeatures
+
+
+class FrozenTarget:
+    """A causal LM that is read and never trained: outside parameters, state_dict, DDP and optimizer (no ``nn.Module``).
+
+    ``facts.digest`` identifies the weights: a sha256 over the architecture and a fixed sample of every tensor, rounded to
+    bfloat16 so that one checkpoint loaded as float32, bfloat16 or float16 has one digest.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        *,
+        name: str = "",
+        revision: str | None = None,
+    ) -> None:
+        name = name or str(model.config.name_or_path)
+        families.check_family(model.config, name)
+        self.model = model.requires_grad_(False).eval()
+        self.tokenizer = tokenizer
+        self.anatomy = families.find_anatomy(model, name)
+        self.stop_ids = _stop_ids(model, tokenizer)
+        self.facts = make_facts(model, tokenizer, name=name, revision=revision, stop_ids=self.stop_ids)
+        self._trunks: dict[FeatureSpec, Trunk] = {}
+
+    @property
+    def device(self) -> torch.device:
+        """Where token ids go in, which is where the embedding is."""
+        return self.embedding_weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embedding_weight.dtype
+
+    @property
+    def embedding_weight(self) -> Float[Tensor, "V H"]:
+        """The input embedding's rows, as stored."""
+        return self.model.get_input_embeddings().weight
+
+    @property
+    def lm(self) -> LanguageHead:
+        """The output projection with the family's logit scale and soft cap."""
+        head = self.model.get_output_embeddings()
+        scale, softcap = families.head_scale(self.model.config), families.head_softcap(self.model.config)
+        return LanguageHead(head.weight, head.bias, scale=scale, softcap=softcap)
+
+    @property
+    def chat_template_text(self) -> str:
+        """Source of the tokenizer's chat template; empty without one."""
+        template = None if self.tokenizer is None else self.tokenizer.chat_template
+        if isinstance(template, dict):
+            return "\n".join(template.values())
+        return template or ""
+
+    def to(self, device: torch.device | str) -> FrozenTarget:
+        """Move the weights; models spread by ``device_map`` stay where they are."""
+        if len({parameter.device for parameter in self.model.parameters()}) == 1:
+            self.model.to(device)
+        return self
+
+    def decoder_layer_state(self, i: int) -> dict[str, Tensor]:
+        """Weights of decoder layer ``i`` under the layer's own names, detached (for warm starts)."""
+        return {name: value.detach() for name, value in self.anatomy.layers[i].state_dict().items()}
+
+    def final_norm_state(self) -> dict[str, Tensor]:
+        """Weights of the final norm, detached."""
+        return {name: value.detach() for name, value in self.anatomy.norm.state_dict().items()}
+
+    def embed(self, ids: Int[Tensor, "*rows"]) -> Float[Tensor, "*rows H"]:
+        """Raw embedding rows: without the factor some families apply inside the model (Gemma's ``sqrt(H)``).
+
+        Drafters are trained on raw rows (z-lab's convention). The result is a fresh tensor that may be part of a graph.
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            return torch.nn.functional.embedding(ids.to(self.device), self.embedding_weight)
+
+    def features(
+        self, input_ids: Int[Tensor, "B S"], position_ids: Int[Tensor, "B S"], spec: FeatureSpec
+    ) -> TargetFeatures:
+        """Hidden states asked for, in the target's own dtype; the forward stops after the last layer needed.
+
+        Documents of a packed row are told apart by ``position_ids`` that restart, and never see one another. Runs without
+        gradients, autocast or cache; the result is made of normal tensors even under ``inference_mode``.
+        """
+        with torch.inference_mode(False), torch.no_grad(), torch.autocast(self.device.type, enabled=False):
+            return self._features(input_ids.to(self.device), position_ids.to(self.device), spec)
+
+    def _features(self, input_ids: Tensor, position_ids: Tensor, spec: FeatureSpec) -> TargetFeatures:
+        trunk = self._trunk(spec)
+        implementation, shape = self.model.config._attn_implementation, input_ids.shape
+        mask = None
+        if "flash" in implementation:  # tells documents apart by position_ids, but only within one row
+            input_ids, position_ids = input_ids.reshape(1, -1), position_ids.reshape(1, -1)
+        elif implementation in ("sdpa", "eager") and is_packed(position_ids):
+            mask = packed_mask(self.model.config, position_ids, self.dtype)
+        output, stacked = trunk(input_ids, position_ids=position_ids, attention_mask=mask, use_cache=False)
+        return trunk.features(output.reshape(*shape, -1), stacked.reshape(*shape, *stacked.shape[2:]))
+
+    def _trunk(self, spec: FeatureSpec) -> Trunk:
+        if not spec.layer_ids and not spec.last_hidden:
+            raise ValueError("features: the spec asks for nothing. Name layer ids, or set last_hidden.")
+        if spec not in self._trunks:
+            check_layer_ids(spec.layer_ids, self.facts)
+            self._trunks[spec] = Trunk(self.anatomy, spec)
+        return self._trunks[spec]
+
+    def check(self) -> None:
+        """Start-up self-check on a few tokens that features and head are what the model itself computes.
+
+        Raises:
+            ValueError: the family scales or caps its logits in a way unknown here, or leaks across packed documents.
+        """
+        self.check_head()
+        self.check_packing()
+
+    @torch.no_grad()
+    def check_head(self) -> None:
+        """Head applied to ``last_hidden`` must give the model's own logits (SpecForge-like trainers got this wrong: F028)."""
+        ids, positions = self._probe(4)
+        hidden = self.features(ids, positions, FeatureSpec(last_hidden=True)).last_hidden
+        assert hidden is not None
+        expected = self.model(input_ids=ids, position_ids=positions, use_cache=False).logits.float()
+        head = self.lm
+        error = _relative_error(head.logits(hidden.to(head.weight.device)).float(), expected.to(head.weight.device))
+        if error > self._tolerance:
+            raise ValueError(
+                f"target: the logits of {self.facts.name} (family {self.facts.model_type!r}) are not its language head applied "
+                f"to its last hidden state (relative difference {error:.1e}, allowed {self._tolerance:.0e}). The family does "
+                "something with logits that is unknown here: use a verified family "
+                f"({', '.join(families.VERIFIED_FAMILIES)})."
+            )
+
+    def check_packing(self) -> None:
+        """Two documents in one row must have the features that each has by itself."""
+        spec = FeatureSpec((self.facts.num_layers - 1,))
+        ids, positions = self._probe(7)
+        packed_positions = torch.cat([positions[:, :4], positions[:, :3]], dim=1)
+        packed = self.features(ids, packed_positions, spec).hidden
+        alone = [self.features(ids[:, a:b], positions[:, : b - a], spec).hidden for a, b in ((0, 4), (4, 7))]
+        error = _relative_error(packed.float(), torch.cat(alone, dim=1).float())
+        if error > self._tolerance:
+            raise ValueError(
+                f"target: {self.facts.name} (family {self.facts.model_type!r}, attention "
+                f"{self.model.config._attn_implementation!r}) lets packed documents see one another (relative difference "
+                f"{error:.1e}). Use target.attn_implementation=sdpa or eager."
+            )
+
+    @property
+    def _tolerance(self) -> float:
+        return 1e-3 if self.dtype == torch.float32 else 5e-2
+
+    def _probe(self, length: int) -> tuple[Int[Tensor, "1 S"], Int[Tensor, "1 S"]]:
+        positions = torch.arange(length, device=self.device)[None]
+        return (positions * 37 + 3) % self.facts.vocab_size, positions
+
+
+def check_layer_ids(layer_ids: Iterable[int], facts: TargetFacts) -> None:
+    """Refuse ids that are not decoder layers of the target, or named twice, before anything is computed.
+
+    Raises:
+        ValueError: says which id is wrong, what is allowed, and ids that would work.
+    """
+    ids, n = list(layer_ids), facts.num_layers
+    count = min(max(len(ids), 1), n)
+    evenly = sorted({round((j + 1) * n / (count + 1)) - 1 if n > count else j for j in range(count)})
+    advice = f"Leave it null for the method's own choice, or use for example {[max(i, 0) for i in evenly]}."
+    for i in ids:
+        if not 0 <= i < n:
+            raise ValueError(
+                f"conditioning.target_layer_ids: {ids} asks for layer {i}, but {facts.name} has {n} decoder layers "
+                f"(0..{n - 1}; id i is the output of layer i). {advice}"
+            )
+    if len(set(ids)) != len(ids):
+        raise ValueError(f"conditioning.target_layer_ids: {ids} names a layer twice. {advice}")
+
+
+def make_facts(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    *,
+    name: str,
+    revision: str | None,
+    stop_ids: tuple[int, ...],
+) -> TargetFacts:
+    """Sizes and names of a target, under one spelling for all families."""
+    config, get = model.config, families.setting
+    num_heads = config.num_attention_heads
+    facts = TargetFacts(
+        name=name,
+        revision=revision,
+        digest="",
+        model_type=config.model_type,
+        vocab_size=model.get_input_embeddings().weight.shape[0],
+        num_tokens=0 if tokenizer is None else len(tokenizer),
+        hidden_size=config.hidden_size,
+        intermediate_size=get(config, "intermediate_size", "n_inner", default=4 * config.hidden_size),
+        num_layers=config.num_hidden_layers,
+        num_heads=num_heads,
+        num_kv_heads=get(config, "num_key_value_heads", default=num_heads),
+        head_dim=get(config, "head_dim", default=config.hidden_size // num_heads),
+        hidden_act=get(config, "hidden_act", "hidden_activation", "activation_function", default="silu"),
+        rms_norm_eps=get(config, "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", default=1e-6),
+        rope_parameters=families.rope_settings(config),
+        max_positions=get(config, "max_position_embeddings", default=1 << 20),
+        embedding_scale=families.embedding_scale(config),
+        bos_token_id=config.bos_token_id if tokenizer is None else tokenizer.bos_token_id,
+        eos_token_ids=stop_ids,
+        pad_token_id=config.pad_token_id if tokenizer is None else tokenizer.pad_token_id,
+    )
+    object.__setattr__(facts, "digest", _digest(model, facts))
+    return facts
+
+
+def _digest(model: nn.Module, facts: TargetFacts, samples: int = 16) -> str:
+    """sha256 over architecture and ``samples`` evenly spaced values of each tensor (tied tensors once).
+
+    Values are rounded to bfloat16, and below float16's normal range to 0, so that the dtype they were loaded in does not
+    show when the checkpoint is a bfloat16 one (as nearly all are). Settings that transformers renames over time stay out.
+    """
+    architecture = (facts.model_type, facts.vocab_size, facts.hidden_size, facts.num_layers, facts.num_heads)
+    digest = hashlib.sha256(repr((*architecture, facts.num_kv_heads, facts.head_dim)).encode())
+    for name, parameter in sorted(model.named_parameters()):
+        flat = parameter.detach().reshape(-1)
+        where = torch.linspace(0, len(flat) - 1, min(samples, len(flat)), dtype=torch.float64).long()
+        values = flat[where.to(flat.device)].float().cpu()
+        rounded = torch.where(values.abs() < 2.0**-14, 0.0, values).to(torch.bfloat16).float()
+        digest.update(f"{name}{tuple(parameter.shape)}".encode() + rounded.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
+    """Every id that ends a generation: what generation config, model config and tokenizer name, united."""
+    named = [model.generation_config.eos_token_id if model.generation_config is not None else None]
+    named += [model.config.eos_token_id, None if tokenizer is None else tokenizer.eos_token_id]
+    found: set[int] = set()
+    for entry in named:
+        found.update(entry if isinstance(entry, list) else [] if entry is None else [entry])
+    return tuple(sorted(found))
+
+
+def _relative_error(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-6))

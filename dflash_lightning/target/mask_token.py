@@ -1,0 +1,86 @@
+"""Which row of the target's embedding stands for "to be drafted"."""
+
+from __future__ import annotations
+
+from collections.abc import Set as AbstractSet
+
+from transformers import PreTrainedTokenizerBase
+
+from dflash_lightning.types import TargetFacts
+
+
+def choose_mask_token_id(
+    facts: TargetFacts, tokenizer: PreTrainedTokenizerBase | None, used_ids: AbstractSet[int] = frozenset()
+) -> int:
+    """The mask id when the recipe names none.
+
+    First choice is the lowest embedding row that is no token (Qwen3: 151669, as in z-lab's checkpoints); else the highest
+    special id that is not pad, eos, bos or unk and occurs neither in the chat template nor among ``used_ids``, the ids of
+    the training data (SmolLM2 has no spare row, and its pad is its eos).
+
+    Raises:
+        ValueError: nothing qualifies; the message lists unused ids that can be named in the recipe.
+    """
+    rows = range(facts.vocab_size)
+    if tokenizer is not None and facts.num_tokens < facts.vocab_size:
+        spare = (row for row in rows[facts.num_tokens :] if row not in used_ids)
+        if (first := next(spare, None)) is not None:
+            return first
+    reserved = reserved_ids(facts, tokenizer)
+    for token_id in sorted(special_ids(tokenizer), reverse=True):
+        if token_id in rows and token_id not in reserved and token_id not in used_ids:
+            assert tokenizer is not None
+            if tokenizer.convert_ids_to_tokens(token_id) not in _template_text(tokenizer):
+                return token_id
+    unused = [row for row in rows if row not in used_ids and row not in reserved][-5:]
+    raise ValueError(
+        f"block.mask_token_id: {facts.name} has no embedding row beyond its {facts.num_tokens} tokens and no unused special "
+        f"token. Name the id of a token that never occurs in your data, for example one of {unused}."
+    )
+
+
+def check_mask_token_id(
+    mask_token_id: int,
+    facts: TargetFacts,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    used_ids: AbstractSet[int] = frozenset(),
+) -> None:
+    """Refuse a mask id that serves another purpose or does not exist: drafts would be wrong without any error (F103).
+
+    Raises:
+        ValueError: outside the embedding, pad, eos, bos or unk, or an id that occurs in the training data.
+    """
+    where = f"block.mask_token_id: {mask_token_id}"
+    advice = "Leave it null to have an unused row chosen."
+    if not 0 <= mask_token_id < facts.vocab_size:
+        raise ValueError(f"{where} is outside the embedding of {facts.name} (rows 0..{facts.vocab_size - 1}). {advice}")
+    if (role := reserved_ids(facts, tokenizer).get(mask_token_id)) is not None:
+        raise ValueError(f"{where} is the {role} token of {facts.name}, which occurs in ordinary text. {advice}")
+    if mask_token_id in used_ids:
+        raise ValueError(f"{where} occurs as a token in the training data. {advice}")
+
+
+def reserved_ids(facts: TargetFacts, tokenizer: PreTrainedTokenizerBase | None) -> dict[int, str]:
+    """Ids that have a purpose of their own, with its name."""
+    roles: dict[int, str] = {}
+    if tokenizer is not None and tokenizer.unk_token_id is not None:
+        roles[tokenizer.unk_token_id] = "unk"
+    if facts.bos_token_id is not None:
+        roles[facts.bos_token_id] = "bos"
+    roles.update({eos: "eos" for eos in facts.eos_token_ids})
+    if facts.pad_token_id is not None:
+        roles[facts.pad_token_id] = "pad"
+    return roles
+
+
+def special_ids(tokenizer: PreTrainedTokenizerBase | None) -> set[int]:
+    """Ids of added tokens marked special."""
+    if tokenizer is None:
+        return set()
+    marked = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return marked | set(tokenizer.all_special_ids)
+
+
+def _template_text(tokenizer: PreTrainedTokenizerBase) -> str:
+    template = tokenizer.chat_template
+    return "\n".join(template.values()) if isinstance(template, dict) else template or ""

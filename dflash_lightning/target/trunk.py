@@ -1,0 +1,78 @@
+"""The decoder of a target as a shallow copy that stops early and hands out the layers asked for."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from dflash_lightning.target.families import Anatomy
+from dflash_lightning.types import FeatureSpec, TargetFeatures
+
+# What accelerate puts on a module instance to move inputs between devices. On a copy these would call the original.
+_INSTANCE_OVERRIDES = ("forward", "_old_forward", "_hf_hook")
+
+
+def shallow_copy(module: nn.Module) -> Any:
+    """The same module with child and hook dictionaries of its own: parameters and children are shared, changes are not."""
+    clone = copy.copy(module)
+    clone._modules = dict(module._modules)
+    clone._forward_hooks = OrderedDict(module._forward_hooks)
+    clone._forward_hooks_with_kwargs = OrderedDict(module._forward_hooks_with_kwargs)
+    clone._forward_hooks_always_called = OrderedDict(module._forward_hooks_always_called)
+    return clone
+
+
+class Trunk:
+    """A decoder cut after the last layer that ``spec`` needs; weights are the original's, which is never touched.
+
+    Each tapped layer is a shallow copy with a hook that writes its output straight into the stacked result, so memory is
+    proportional to the number of ids. Without ``last_hidden`` the final norm is replaced by the identity: cutting the
+    layer list alone would norm the last kept layer silently.
+    """
+
+    def __init__(self, anatomy: Anatomy, spec: FeatureSpec) -> None:
+        self.spec = spec
+        layers = list(anatomy.layers)
+        num_needed = len(layers) if spec.last_hidden else max(spec.layer_ids) + 1
+        self.decoder = shallow_copy(anatomy.decoder)
+        for name in _INSTANCE_OVERRIDES:
+            self.decoder.__dict__.pop(name, None)
+        kept = layers[:num_needed]
+        for entry, layer_id in enumerate(spec.layer_ids):
+            kept[layer_id] = shallow_copy(layers[layer_id])
+            kept[layer_id].register_forward_hook(self._make_tap(entry))
+        self.decoder._modules[anatomy.layers_name] = nn.ModuleList(kept)
+        if not spec.last_hidden:
+            self.decoder._modules[anatomy.norm_name] = nn.Identity()
+        self._stacked: Tensor | None = None
+
+    def __call__(self, input_ids: Tensor, **kwargs: Any) -> tuple[Float[Tensor, "B S H"], Float[Tensor, "B S T H"]]:
+        """The decoder's final output and the tapped layers, stacked in the order of ``spec.layer_ids``."""
+        try:
+            output = self.decoder(input_ids=input_ids, **kwargs).last_hidden_state
+            stacked = self._stacked
+        finally:
+            self._stacked = None
+        if stacked is None:
+            stacked = output.new_empty(*output.shape[:2], 0, output.shape[-1])
+        return output, stacked
+
+    def features(self, output: Float[Tensor, "B S H"], stacked: Float[Tensor, "B S T H"]) -> TargetFeatures:
+        """The result as values; ``last_hidden`` only when it was asked for (otherwise ``output`` is not normed)."""
+        return TargetFeatures(self.spec.layer_ids, stacked, output if self.spec.last_hidden else None)
+
+    def _make_tap(self, entry: int) -> Any:
+        num_taps = len(self.spec.layer_ids)
+
+        def tap(module: nn.Module, args: Any, output: Any) -> None:
+            hidden = output if isinstance(output, torch.Tensor) else output[0]
+            if self._stacked is None:
+                self._stacked = hidden.new_empty(*hidden.shape[:2], num_taps, hidden.shape[-1])
+            self._stacked[:, :, entry] = hidden
+
+        return tap

@@ -1,0 +1,158 @@
+"""Shared fixtures: tiny random targets of the supported families and a byte-level tokenizer with a chat template.
+
+Tests ask for the *functions* ``make_tiny_model(family)`` and ``make_target(family)``; nothing here needs a download.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig as HFConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+
+from dflash_lightning.target import FrozenTarget
+
+VOCAB_SIZE = 272  # embedding rows: 256 bytes, 6 specials, 10 spare rows
+SPECIALS = ["<|pad|>", "<|bos|>", "<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|spare|>"]
+PAD, BOS, IM_START, IM_END, ENDOFTEXT, SPARE = range(256, 262)
+SLIDING_WINDOW = 8  # short, so that tests of a few dozen tokens go far past it
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+_SIZES = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.25,
+    "pad_token_id": PAD,
+    "bos_token_id": BOS,
+    "eos_token_id": IM_END,
+    "tie_word_embeddings": False,
+}
+_ALTERNATING = ["sliding_attention", "full_attention"] * 2
+_FAMILY_SETTINGS: dict[str, dict] = {
+    "llama": {"tie_word_embeddings": True},
+    "qwen3": {},
+    "qwen2": {},
+    "gemma3": {
+        "model_type": "gemma3_text",
+        "sliding_window": SLIDING_WINDOW,
+        "layer_types": _ALTERNATING,
+        "query_pre_attn_scalar": 8,
+        "final_logit_softcapping": 5.0,
+        "tie_word_embeddings": True,
+    },
+    "gemma2": {
+        "sliding_window": SLIDING_WINDOW,
+        "layer_types": _ALTERNATING,
+        "query_pre_attn_scalar": 8,
+        "final_logit_softcapping": 5.0,
+        "attn_logit_softcapping": 20.0,
+        "tie_word_embeddings": True,
+    },
+    "gpt_oss": {
+        "sliding_window": SLIDING_WINDOW,
+        "layer_types": _ALTERNATING,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
+    "mistral": {"sliding_window": SLIDING_WINDOW},
+    "granite": {
+        "logits_scaling": 3.0,
+        "embedding_multiplier": 2.5,
+        "attention_multiplier": 0.3,
+        "residual_multiplier": 0.7,
+    },
+    "cohere": {"logit_scale": 0.25, "tie_word_embeddings": True},
+}
+FAMILIES = ("llama", "qwen3", "gemma3", "gpt_oss", "mixtral", "qwen3_moe")
+
+
+def tiny_config(family: str, **overrides: object) -> PretrainedConfig:
+    """Configuration of a tiny model of ``family``: 4 layers, hidden 32, vocabulary 272."""
+    settings = {"model_type": family, **_SIZES, **_FAMILY_SETTINGS[family], **overrides}
+    return HFConfig.for_model(**settings)
+
+
+def tiny_model(family: str, seed: int = 0, **overrides: object) -> PreTrainedModel:
+    """Tiny random fp32 model in eval mode; norm gains and biases are random too, so that none can be forgotten unseen."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(tiny_config(family, **overrides), dtype=torch.float32)
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.data += 0.2 * torch.randn_like(parameter)
+    model.generation_config.eos_token_id = model.config.eos_token_id
+    return model.eval()
+
+
+def byte_tokenizer_object() -> PreTrainedTokenizerFast:
+    """Byte-level tokenizer: one id per byte (0..255) and six specials; ChatML template; eos is ``<|im_end|>``."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIALS])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core, pad_token="<|pad|>", bos_token="<|bos|>", eos_token="<|im_end|>", model_max_length=512
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+@pytest.fixture(scope="session")
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    return byte_tokenizer_object()
+
+
+@pytest.fixture(scope="session")
+def make_tiny_model() -> Callable[..., PreTrainedModel]:
+    """``make_tiny_model(family, seed=0, **config_overrides)``: a fresh tiny model every time."""
+    return tiny_model
+
+
+@pytest.fixture(scope="session")
+def make_target(byte_tokenizer: PreTrainedTokenizerFast) -> Callable[..., FrozenTarget]:
+    """``make_target(family="llama", seed=0, **config_overrides)``: a fresh frozen tiny target with the byte tokenizer."""
+
+    def make(family: str = "llama", seed: int = 0, **overrides: object) -> FrozenTarget:
+        return FrozenTarget(tiny_model(family, seed, **overrides), byte_tokenizer, name=f"tiny-{family}")
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_target(make_target: Callable[..., FrozenTarget]) -> FrozenTarget:
+    """A tiny Llama with the byte tokenizer, shared by the whole session: never changed by anything."""
+    return make_target("llama")
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    """Name of each family that every promise is held on."""
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def _fixed_seed() -> None:
+    torch.manual_seed(0)
