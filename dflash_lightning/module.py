@@ -47,7 +47,9 @@ class OptimSettings:
 
     def __post_init__(self) -> None:
         if not self.lr > 0:
-            raise ValueError(f"optim.lr: {self.lr} does not move the weights. Use a positive number (DFlash uses 6e-4).")
+            raise ValueError(
+                f"optim.lr: {self.lr} does not move the weights. Use a positive number (DFlash uses 6e-4)."
+            )
         if not 0 <= self.warmup_fraction < 1:
             raise ValueError(
                 f"optim.warmup_fraction: {self.warmup_fraction} is not a share of the run. Use 0 <= fraction < 1, "
@@ -90,7 +92,9 @@ class DraftModule(LightningModule):
     ) -> None:
         super().__init__()
         if not loss:
-            raise ValueError("loss: no term is given, so there is nothing to train on. Add one, e.g. loss=cross_entropy.")
+            raise ValueError(
+                "loss: no term is given, so there is nothing to train on. Add one, e.g. loss=cross_entropy."
+            )
         if draft_vocabulary not in (None, "data"):
             raise ValueError(
                 f"draft_vocabulary: {draft_vocabulary!r} is unknown. Use 'data' (ids of the training rows) or null (all)."
@@ -308,4 +312,6 @@ _VOLATILE = {"transformers_version", "_name_or_path"}
 
 def _checksums(model: DraftModel) -> dict[str, int]:
     """Bit sums of the parameters: enough to see whether training changed them, without keeping a copy."""
-    return {name: int(p.detach().float().view(torch.int32).sum(dtype=torch.int64)) for name, p in model.named_parameters()}
+    return {
+        name: int(p.detach().float().view(torch.int32).sum(dtype=torch.int64)) for name, p in model.named_parameters()
+    }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from dflash_lightning.decoding.loop import SpeculativeDecoder
+from dflash_lightning.decoding.decoder import SpeculativeDecoder
 from dflash_lightning.decoding.sampling import SamplingSpec
 from dflash_lightning.model import DraftModel
 from dflash_lightning.target import FrozenTarget
@@ -40,7 +40,14 @@ class DecodingSettings:
         """The law that target, drafter and plain decoding share."""
         return SamplingSpec(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, seed=self.seed)
 
-    def make_decoder(self, target: FrozenTarget, draft: DraftModel | None, *, longest_prompt: int) -> SpeculativeDecoder:
+    @property
+    def repeatable(self) -> bool:
+        """Whether drafted output equals plain output token for token: always, unless drafts are judged by rejection."""
+        return self.verifier in ("greedy", "match") or (self.verifier == "auto" and self.temperature == 0.0)
+
+    def make_decoder(
+        self, target: FrozenTarget, draft: DraftModel | None, *, longest_prompt: int
+    ) -> SpeculativeDecoder:
         """A decoder for prompts of up to ``longest_prompt`` tokens; ``draft`` null decodes plainly through the same loop."""
         return SpeculativeDecoder(
             target,

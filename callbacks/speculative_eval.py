@@ -1,0 +1,168 @@
+"""Measures the drafter by decoding held-out prompts with it, for real and losslessly, while it trains."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.seed import isolate_rng
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import TensorBoardLogger
+
+from dflash_lightning.callbacks.figures import acceptance_figure, histogram_figure
+from dflash_lightning.data import load_prompts, render_prompt
+from dflash_lightning.decoding import DecodeStats, DecodingSettings
+from dflash_lightning.decoding.evaluation import Evaluation, Evaluator
+from dflash_lightning.metric import SpeculativeMetric
+from dflash_lightning.module import DraftModule
+
+
+class SpeculativeEval(Callback):
+    """Decodes held-out prompts before training and after every epoch (or every ``every_n_steps`` optimizer steps).
+
+    Prompts are dealt out over the ranks, and sums (never ratios) are reduced. The run's weights are the same bits with and
+    without this callback: random states are put back, decoding works on a copy of the drafter, the target is only read.
+    ``last.ckpt`` is written before decoding, so that a failure here loses nothing.
+
+    Logged: ``decode/tau`` (tokens committed per round, pooled), survival by slot, stage times, speed-up over the same loop
+    without drafts and identity with its output on the first ``lossless_prompts`` prompts; histogram and acceptance as
+    figures. ``ModelCheckpoint(monitor="decode/tau", mode="max")`` keeps the best.
+
+    Args:
+        prompts: JSONL file of held-out prompts.
+        decoding: how to decode; greedy in float32 must come out identical to plain decoding.
+        limit: prompts used, the first ones of the file; null uses all.
+        lossless_prompts: of those, how many are decoded plainly as well.
+        every_n_steps: null evaluates at the end of every epoch.
+        chat_template_kwargs: passed to the target's chat template; must be what training used.
+    """
+
+    def __init__(
+        self,
+        prompts: str,
+        *,
+        decoding: DecodingSettings,
+        limit: int | None = 64,
+        lossless_prompts: int = 4,
+        every_n_steps: int | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        if every_n_steps is not None and every_n_steps < 1:
+            raise ValueError(
+                f"callbacks.speculative_eval.every_n_steps: {every_n_steps} is no period. Use 1 or more, or null for epochs."
+            )
+        self.prompts = prompts
+        self.decoding = decoding
+        self.limit = limit
+        self.lossless_prompts = lossless_prompts
+        self.every_n_steps = every_n_steps
+        self.chat_template_kwargs = chat_template_kwargs or {}
+        self.history: list[dict[str, float]] = []
+        self._evaluator: Evaluator | None = None
+        self._evaluated_at: int | None = None
+        self._rendered: list[list[int]] = []
+
+    # -- when ---------------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if not isinstance(pl_module, DraftModule):
+            raise ValueError(
+                f"callbacks.speculative_eval: decodes with a DraftModule, but the trainer was given {type(pl_module).__name__}."
+            )
+        rows = load_prompts(self.prompts, limit=self.limit)
+        if not rows:
+            raise ValueError(f"callbacks.speculative_eval.prompts: {self.prompts} holds no prompt. Give at least one.")
+        self._rendered = [render_prompt(pl_module.target.tokenizer, row, **self.chat_template_kwargs) for row in rows]
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.global_step == 0:
+            self._run(trainer, pl_module, "before training")
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        step = trainer.global_step
+        if self.every_n_steps is not None and step % self.every_n_steps == 0 and step != self._evaluated_at:
+            self._run(trainer, pl_module, f"step {step}")
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.every_n_steps is None:
+            self._run(trainer, pl_module, f"epoch {trainer.current_epoch}")
+
+    # -- what ---------------------------------------------------------------------------------------------------------
+
+    def _run(self, trainer: Trainer, pl_module: LightningModule, title: str) -> None:
+        assert isinstance(pl_module, DraftModule)
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return
+        self._evaluated_at = trainer.global_step
+        _save_last(trainer)
+        with isolate_rng():
+            evaluation = _reduce(self._evaluate(trainer, pl_module), pl_module.device)
+        figures = evaluation.figures()
+        self.history.append({"step": float(trainer.global_step), **figures})
+        self._log(trainer, pl_module, evaluation, figures)
+        if trainer.is_global_zero:
+            print(evaluation.table(f"decoding, {title}"), flush=True)
+
+    def _evaluate(self, trainer: Trainer, module: DraftModule) -> Evaluation:
+        if self._evaluator is None:
+            rank, world = trainer.global_rank, trainer.world_size
+            numbers = list(range(len(self._rendered)))[rank::world]
+            self._evaluator = Evaluator(
+                module.target,
+                module.draft_model,
+                [self._rendered[i] for i in numbers],
+                self.decoding,
+                num_checked=sum(i < self.lossless_prompts for i in numbers),
+                request_ids=numbers,
+            )
+        return self._evaluator()
+
+    def _log(self, trainer: Trainer, module: DraftModule, evaluation: Evaluation, figures: dict[str, float]) -> None:
+        for name, value in figures.items():
+            # The same on every rank already: they were made from reduced sums.
+            trainer.callback_metrics[name] = torch.tensor(value)
+        for logger in trainer.loggers:
+            logger.log_metrics(figures, step=trainer.global_step)
+            if isinstance(logger, TensorBoardLogger) and trainer.is_global_zero and evaluation.stats.rounds:
+                writer, step = logger.experiment, trainer.global_step
+                writer.add_figure("decode/accepted_drafts", histogram_figure(evaluation.stats), step)
+                writer.add_figure("decode/acceptance_by_slot", acceptance_figure(evaluation.stats), step)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"history": self.history}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.history = state_dict["history"]
+
+
+def _save_last(trainer: Trainer) -> None:
+    """Write ``last.ckpt`` where the run keeps its checkpoints; every rank takes part."""
+    callback = trainer.checkpoint_callback
+    if isinstance(callback, ModelCheckpoint) and callback.dirpath is not None and trainer.global_step > 0:
+        trainer.save_checkpoint(Path(callback.dirpath) / "last.ckpt")
+
+
+def _reduce(evaluation: Evaluation, device: torch.device) -> Evaluation:
+    """Sums over ranks; every rank calls this, with or without prompts of its own."""
+
+    def total(stats: DecodeStats) -> DecodeStats:
+        metric = SpeculativeMetric(stats.num_drafts).to(device)
+        metric.update(stats)
+        return metric.compute()
+
+    counts = SpeculativeMetric(0).to(device)
+    counts.update(DecodeStats(0, requests=evaluation.num_checked, generated=evaluation.identical))
+    checks = counts.compute()
+    return dataclasses.replace(
+        evaluation,
+        stats=total(evaluation.stats),
+        checked=total(evaluation.checked),
+        plain=total(evaluation.plain),
+        num_checked=checks.requests,
+        identical=checks.generated,
+    )
