@@ -1,0 +1,231 @@
+"""The ``dflash`` command: what can be asked for. What is done is in ``commands``, loaded when it is needed."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+_EPILOG = """\
+a first session:
+  dflash recipes                      what can be trained, and with which options
+  dflash fit quickstart               train and evaluate a drafter for an embedded model
+  dflash evaluate --draft runs/quickstart --prompts prompts.jsonl
+  dflash generate --draft runs/quickstart --prompt "Write a Python function that adds two numbers."
+"""
+
+_Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+_DRAFT_HELP = "a run folder (its best checkpoint), a checkpoint file, or an exported folder"
+_TARGET_HELP = "path, hub id, GGUF file or name of a target option (see `dflash recipes`)"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the exit status is 0 for success, 2 for what the user can mend, 1 for a run that failed."""
+    args = make_parser().parse_args(argv)
+    try:
+        return args.run(args)
+    except KeyboardInterrupt:
+        return _report("interrupted", 130)
+    except BrokenPipeError:  # the reader of a pipe has seen enough
+        sys.stderr.close()
+        return 0
+    except (ValueError, OSError) as error:
+        if args.debug:
+            traceback.print_exc()
+        return _report(_explain(error) + ("" if args.debug else "\n(--debug shows where it came from)"), 2)
+
+
+def _explain(error: ValueError | OSError) -> str:
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        place = f" while writing {error.filename}" if error.filename else ""
+        return f"the disk is full{place}. Nothing written before is lost: free some space and repeat the command."
+    return str(error)
+
+
+def _report(message: str, status: int) -> int:
+    print(f"dflash: {message}", file=sys.stderr)
+    return status
+
+
+# -- parser -----------------------------------------------------------------------------------------------------------
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The whole grammar; every sub-command has a ``run`` function."""
+    parser = argparse.ArgumentParser(
+        prog="dflash",
+        description="Train block-diffusion drafters and decode with them, losslessly.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_fit(commands)
+    _add_evaluate(commands)
+    _add_generate(commands)
+    _add_regenerate(commands)
+    _add_show(commands)
+    _add_recipes(commands)
+    return parser
+
+
+def _add(commands: _Commands, name: str, run: Callable[..., int], help_: str, text: str) -> argparse.ArgumentParser:
+    parser = commands.add_parser(
+        name, help=help_, description=text, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def _add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", metavar="RECIPE", help="a shipped recipe, a YAML file of your own, or a run folder")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="settings to change, such as optim.lr=1e-3 or trainer=gpu",
+    )
+
+
+def _add_fit(commands: _Commands) -> None:
+    text = """\
+Train a drafter. Everything goes to the run folder, runs/RECIPE unless run_dir=FOLDER is given: the resolved recipe,
+versions, checkpoints (last and best by tokens per round) and TensorBoard logs.
+
+The same command again resumes an interrupted run, and does nothing for a finished one.
+
+  dflash fit quickstart
+  dflash fit dflash target=qwen3_8b data.train=train.jsonl callbacks.speculative_eval.prompts=held_out.jsonl
+  dflash fit mine.yaml optim.lr=1e-3 run_dir=runs/higher_lr"""
+    parser = _add(commands, "fit", _fit, "train a drafter", text)
+    _add_recipe_arguments(parser)
+    parser.add_argument("--fresh", action="store_true", help="start anew; an earlier run is kept as FOLDER.old-N")
+
+
+def _add_draft_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--draft", required=True, metavar="PATH", help=_DRAFT_HELP)
+    parser.add_argument("--target", metavar="T", help=f"{_TARGET_HELP}; default: the target the drafter was made for")
+    _add_device_arguments(parser)
+    parser.add_argument("--eager", action="store_true", help="do not compile the draft step")
+
+
+def _add_device_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", metavar="D", help="cpu, cuda, cuda:1 ...; default: cuda where there is one")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of the target")
+
+
+def _add_sampling_arguments(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
+    parser.add_argument(
+        "--max-new-tokens", type=_count, default=max_new_tokens, metavar="N", help="default: %(default)s"
+    )
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (the default)")
+    parser.add_argument("--top-k", type=_count, metavar="K", help="sample among the K likeliest tokens")
+    parser.add_argument(
+        "--top-p", type=float, metavar="P", help="sample among the likeliest tokens that hold probability P"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the sampling; default: 0")
+
+
+def _add_evaluate(commands: _Commands) -> None:
+    text = """\
+Decode held-out prompts with and without the drafter, through the same loop, and report tokens committed per round
+(tau), acceptance by position, time per token, and whether the outputs are identical (greedy)."""
+    parser = _add(commands, "evaluate", _evaluate, "measure a drafter on prompts", text)
+    _add_draft_arguments(parser)
+    parser.add_argument("--prompts", required=True, metavar="FILE", help="JSONL with messages, conversations or turns")
+    parser.add_argument("--limit", type=_count, metavar="N", help="use the first N prompts; default: all")
+    _add_sampling_arguments(parser, max_new_tokens=256)
+    parser.add_argument("--batch-size", type=_count, default=1, metavar="B", help="prompts decoded at once; default: 1")
+    parser.add_argument("--json", metavar="OUT", help="also write the report to this file")
+
+
+def _add_generate(commands: _Commands) -> None:
+    text = """\
+Answer one prompt, streaming. Tokens that the drafter proposed and the target accepted are shown in green."""
+    parser = _add(commands, "generate", _generate, "answer a prompt", text)
+    _add_draft_arguments(parser)
+    prompt = parser.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("--prompt", metavar="TEXT", help="a user message; the target's chat template is applied")
+    prompt.add_argument("--prompt-ids", type=_ids, metavar="1,2,3", help="token ids, taken as they are")
+    _add_sampling_arguments(parser, max_new_tokens=256)
+    parser.add_argument("--json", action="store_true", help="print JSON instead: output_ids, committed, times")
+
+
+def _add_regenerate(commands: _Commands) -> None:
+    text = """\
+Let the target answer prompts, so that a drafter can learn to predict the target. An interrupted run goes on where it
+stopped when the same command is given again."""
+    parser = _add(commands, "regenerate", _regenerate, "make training data: the target's own responses", text)
+    parser.add_argument("prompts", metavar="PROMPTS", help="JSONL with messages, conversations or turns")
+    parser.add_argument("--target", required=True, metavar="T", help=_TARGET_HELP)
+    parser.add_argument("--out", required=True, metavar="FILE", help="JSONL to write")
+    parser.add_argument("--limit", type=_count, metavar="N", help="use the first N prompts; default: all")
+    _add_sampling_arguments(parser, max_new_tokens=512)
+    parser.add_argument("--batch-size", type=_count, default=8, metavar="B", help="answered at once; default: 8")
+    _add_device_arguments(parser)
+
+
+def _add_show(commands: _Commands) -> None:
+    text = "Print the recipe with every value resolved. Saved to a file, it reruns to the same run."
+    _add_recipe_arguments(_add(commands, "show", _show, "print the resolved recipe", text))
+
+
+def _add_recipes(commands: _Commands) -> None:
+    _add(commands, "recipes", _recipes, "list recipes and the options of each group", "List recipes and options.")
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+    return value
+
+
+def _ids(text: str) -> list[int]:
+    try:
+        ids = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of token ids: write 1,2,3") from None
+    return ids
+
+
+# -- commands: imported when run, so that --help answers at once ------------------------------------------------------
+
+
+def _fit(args: argparse.Namespace) -> int:
+    from dflash_lightning.commands.fit import fit
+
+    return fit(args.recipe, args.overrides, fresh=args.fresh)
+
+
+def _evaluate(args: argparse.Namespace) -> int:
+    from dflash_lightning.commands.evaluate import evaluate
+
+    return evaluate(args)
+
+
+def _generate(args: argparse.Namespace) -> int:
+    from dflash_lightning.commands.generate import generate
+
+    return generate(args)
+
+
+def _regenerate(args: argparse.Namespace) -> int:
+    from dflash_lightning.commands.regenerate import regenerate
+
+    return regenerate(args)
+
+
+def _show(args: argparse.Namespace) -> int:
+    from dflash_lightning.commands.listing import show
+
+    return show(args.recipe, args.overrides)
+
+
+def _recipes(args: argparse.Namespace) -> int:
+    from dflash_lightning.commands.listing import list_recipes
+
+    return list_recipes()

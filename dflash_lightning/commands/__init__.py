@@ -1,0 +1,1 @@
+"""What the sub-commands of ``dflash`` do, one file per command."""

@@ -1,0 +1,77 @@
+"""A recipe: load -> check -> build. The one place where settings become objects."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from lightning.pytorch import LightningDataModule, Trainer, seed_everything
+from omegaconf import DictConfig, OmegaConf
+
+from dflash_lightning.module import DraftModule
+from dflash_lightning.recipe_check import Suggested, list_faults, resolve_file
+from dflash_lightning.recipe_faults import Fault, RecipeError
+from dflash_lightning.recipe_load import load_recipe, recipe_text
+from dflash_lightning.recipe_make import make
+from dflash_lightning.target import FrozenTarget
+
+__all__ = [
+    "Fault",
+    "Parts",
+    "RecipeError",
+    "Suggested",
+    "build_recipe",
+    "check_recipe",
+    "list_faults",
+    "load_recipe",
+    "make_target",
+    "recipe_text",
+    "resolve_file",
+]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a recipe builds. ``trainer.fit(module, data)`` is the run."""
+
+    target: FrozenTarget
+    module: DraftModule
+    data: LightningDataModule
+    trainer: Trainer
+
+
+def check_recipe(cfg: DictConfig) -> None:
+    """Refuse a recipe that cannot run; takes seconds, loads no weights.
+
+    Raises:
+        RecipeError: every fault at once: unknown keys, wrong types, open values, class paths that do not import, files
+            that are not there, settings that would be ignored.
+    """
+    faults = list_faults(cfg)
+    if faults:
+        raise RecipeError(faults, f"recipe {cfg.get('name', '')!r}")
+
+
+def build_recipe(cfg: DictConfig) -> Parts:
+    """Check, seed, then build: the target once (it is large), handed to module and data; callbacks into the trainer.
+
+    The drafter's weights are made later, in ``DraftModule.configure_model``.
+
+    Raises:
+        RecipeError: see ``check_recipe``.
+    """
+    check_recipe(cfg)
+    tree: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
+    seed_everything(tree["seed"], workers=True, verbose=False)
+    target = make_target(tree["target"])
+    groups = ("block", "conditioning", "drafter", "head", "loss", "optim")
+    plain = ("draft_vocabulary", "init_from", "seed")
+    module = DraftModule(target, **{key: make(tree[key]) for key in groups}, **{key: tree[key] for key in plain})
+    data = make(tree["data"], target=target)
+    trainer = make(tree["trainer"], callbacks=list(make(tree["callbacks"]).values()))
+    return Parts(target=target, module=module, data=data, trainer=trainer)
+
+
+def make_target(node: dict[str, Any]) -> FrozenTarget:
+    """The frozen target that a recipe's ``target`` node describes; what it suggests to recipes is not its business."""
+    return make({key: value for key, value in node.items() if key != "suggested"})

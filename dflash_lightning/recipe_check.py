@@ -1,0 +1,260 @@
+"""Every fault of a recipe, found before any weight is loaded: the schema is the constructors' own signatures."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningDataModule, Trainer
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
+
+from dflash_lightning.module import DraftModule
+from dflash_lightning.recipe_faults import Fault, hint_for
+from dflash_lightning.recipe_hints import advice, describe, fits, hints_of, is_settings_class
+from dflash_lightning.recipe_make import locate, make
+
+
+@dataclass(frozen=True)
+class Suggested:
+    """What a target option proposes for drafters of that target; recipes read it as ``${target.suggested.<name>}``.
+
+    It never reaches ``load_target``. ``max_length`` counts tokens of a training row, ``decay`` is the loss decay that
+    goes with the block size (DFlash sec. 4.2).
+    """
+
+    block_size: int
+    num_layers: int
+    max_length: int
+    decay: float
+
+
+class _Unknown:
+    """Stands for a value that has its own fault already, or that is checked where it is written."""
+
+
+UNKNOWN = _Unknown()
+# Keys that hold file names: they are looked up relative to the working folder before anything is loaded.
+_FILE_KEYS = ("data.train", "data.validation", "callbacks.*.prompts")
+PACKAGE = "package://"
+
+
+def resolve_file(name: str) -> Path:
+    """The file that ``name`` means: a path relative to the working folder, or ``package://<python package>/<file>``.
+
+    The package is located, never imported.
+
+    Raises:
+        ValueError: the package is not installed.
+    """
+    if not name.startswith(PACKAGE):
+        return Path(name).expanduser()
+    package, _, rest = name.removeprefix(PACKAGE).partition("/")
+    spec = find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        raise ValueError(f"{name}: the package {package!r} is not installed. Run: pip install --no-deps {package}")
+    return Path(next(iter(spec.submodule_search_locations))) / rest
+
+
+def list_faults(cfg: DictConfig) -> list[Fault]:
+    """Everything that is wrong with a recipe; imports the classes it names, loads no weights, writes nothing."""
+    faults: list[Fault] = []
+    tree = _plain(cfg, "", faults)
+    assert isinstance(tree, dict)
+    faults += _check_tree(tree)
+    return list(dict.fromkeys(faults))
+
+
+# -- reading the tree -------------------------------------------------------------------------------------------------
+
+
+def _plain(node: DictConfig | ListConfig, where: str, faults: list[Fault]) -> Any:
+    """Plain containers with interpolations resolved; ``UNKNOWN`` where there is no value, with a fault saying so."""
+    keys: list[Any] = list(node.keys()) if isinstance(node, DictConfig) else list(range(len(node)))
+    values = {key: _plain_value(node, key, f"{where}.{key}" if where else str(key), faults) for key in keys}
+    return values if isinstance(node, DictConfig) else list(values.values())
+
+
+def _plain_value(node: Any, key: Any, where: str, faults: list[Fault]) -> Any:
+    if OmegaConf.is_missing(node, key):
+        example = f"{where}=VALUE"
+        faults.append(
+            Fault(where, "required, and the recipe leaves it open", f"Add {example} to the command, or set it")
+        )
+        return UNKNOWN
+    try:
+        value = node[key]
+    except InterpolationToMissingValueError:
+        return UNKNOWN  # reported where the value is missing
+    except OmegaConfBaseException as error:
+        text = OmegaConf.to_container(node, resolve=False)[key]  # type: ignore[index,call-overload]
+        reason = str(error).splitlines()[0]
+        faults.append(Fault(where, f"{text!r} cannot be resolved ({reason})", f"Set it: {where}=VALUE"))
+        return UNKNOWN
+    if isinstance(value, DictConfig | ListConfig):
+        return UNKNOWN if OmegaConf.is_interpolation(node, key) else _plain(value, where, faults)
+    return value
+
+
+# -- checking it ------------------------------------------------------------------------------------------------------
+
+
+def _check_tree(tree: dict[str, Any]) -> Iterator[Fault]:
+    hints = hints_of(DraftModule)
+    groups = {"data": LightningDataModule, "trainer": Trainer, "target": Any, "decoding": Any}
+    settings = {name: hints[name] for name in inspect.signature(DraftModule).parameters if name != "target"}
+    known = {"name": str, "run_dir": str, "callbacks": dict, **groups, **settings}
+    for key in tree.keys() - known.keys():
+        yield Fault(key, "unknown key", hint_for(key, known))
+    for key in known.keys() - tree.keys():
+        yield Fault(key, "missing", "Derive the recipe from a shipped one (defaults: [dflash, _self_]), or add it")
+    for key, hint in known.items():
+        if key in ("loss", "callbacks"):
+            item = Callback if key == "callbacks" else hint.__args__[1]
+            yield from _check_named(tree.get(key, {}), key, item)
+        elif key in tree:
+            yield from _check_value(tree[key], hint, key)
+    yield from _check_suggested(tree.get("target"))
+    yield from _check_files(tree)
+
+
+def _check_named(nodes: Any, where: str, hint: Any) -> Iterator[Fault]:
+    """A mapping of named ``_target_`` nodes: loss terms, callbacks."""
+    if not isinstance(nodes, dict):
+        yield Fault(where, f"{nodes!r} is not a mapping of named parts", f"Write {where}: {{name: {{_target_: ...}}}}")
+        return
+    for name, node in nodes.items():
+        if isinstance(node, dict) and "_target_" not in node:
+            what = f"has no _target_, only {sorted(node)}: settings of a part that is not chosen"
+            yield Fault(f"{where}.{name}", what, f"Choose it ({where}=[...,{name}]), or remove these settings")
+        else:
+            yield from _check_value(node, hint, f"{where}.{name}")
+
+
+def _check_value(value: Any, hint: Any, where: str) -> Iterator[Fault]:
+    if value is UNKNOWN:
+        return
+    if isinstance(value, dict) and "_target_" in value:
+        yield from _check_node(value, hint, where)
+        return
+    if is_settings_class(hint):
+        yield Fault(
+            where, f"{value!r} is no {hint.__name__}", "Write a mapping with _target_: <class path> and settings"
+        )
+    elif _holds_unknown(value):
+        return
+    elif value == "None" or not fits(value, hint):
+        kind = type(value).__name__
+        yield Fault(
+            where, f"{value!r} ({kind}) does not fit; allowed: {describe(hint)}", advice(value, hint).capitalize()
+        )
+
+
+def _holds_unknown(value: Any) -> bool:
+    if isinstance(value, dict | list):
+        return any(_holds_unknown(v) for v in (value.values() if isinstance(value, dict) else value))
+    return value is UNKNOWN
+
+
+# What the framework passes itself: a recipe that sets it would be ignored.
+_SUPPLIED = {"data": {"target"}, "trainer": {"callbacks"}}
+# Recipe-only keys of a node.
+_RESERVED = {"target": {"suggested"}}
+
+
+def _check_node(node: dict[str, Any], hint: Any, where: str) -> Iterator[Fault]:
+    path = node["_target_"]
+    try:
+        function = locate(path)
+    except ValueError as error:
+        yield Fault(f"{where}._target_", f"{path!r} does not import ({error})", "Write package.module.Class of a class")
+        return
+    made = function if inspect.isclass(function) else hints_of(function).get("return", Any)
+    if is_settings_class(hint) and is_settings_class(made) and not issubclass(made, hint):
+        yield Fault(f"{where}._target_", f"{path!r} makes a {made.__name__}", f"{where} takes a {hint.__name__}")
+        return
+    own = list(_check_arguments(node, function, where))
+    yield from own
+    if not own and not _holds_unknown(node) and where.partition(".")[0] in _CHEAP:
+        yield from _check_construction(node, where)
+
+
+def _check_arguments(node: dict[str, Any], function: Any, where: str) -> Iterator[Fault]:
+    hints, parameters = hints_of(function), dict(inspect.signature(function).parameters)
+    supplied = _SUPPLIED.get(where, set())
+    open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    named = {n: p for n, p in parameters.items() if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
+    allowed = named.keys() - supplied
+    for key, value in node.items():
+        at = f"{where}.{key}"
+        if key == "_target_" or key in _RESERVED.get(where, set()):
+            continue
+        if key in supplied:
+            yield Fault(at, "would be ignored: the framework sets it", f"Remove it{_INSTEAD.get(at, '')}")
+        elif key in named:
+            yield from _check_value(value, hints.get(key, Any), at)
+        elif not open_ended:
+            yield Fault(at, f"unknown key of {node['_target_']}", hint_for(key, allowed))
+    for key in allowed - node.keys():
+        if named[key].default is inspect.Parameter.empty:
+            words = describe(hints.get(key, Any))
+            yield Fault(f"{where}.{key}", f"required by {node['_target_']}", f"Set {where}.{key} ({words})")
+
+
+_INSTEAD = {"trainer.callbacks": "; name callbacks in the group callbacks", "data.target": "; choose target=..."}
+# Groups whose constructors take settings only and are cheap: their own checks of ranges count as faults too.
+_CHEAP = ("block", "conditioning", "drafter", "head", "loss", "optim", "decoding")
+
+
+def _check_construction(node: dict[str, Any], where: str) -> Iterator[Fault]:
+    try:
+        make(node)
+    except ValueError as error:
+        what, _, do = str(error).removeprefix(f"{where}.").partition(". ")
+        yield Fault(where, what.rstrip("."), do.rstrip(".") or "See its class")
+
+
+def _check_suggested(target: Any) -> Iterator[Fault]:
+    """``target.suggested`` is optional; what it holds must be what recipes may read from it."""
+    suggested = target.get("suggested", {}) if isinstance(target, dict) else {}
+    known = {f.name: hint for f, hint in zip(fields(Suggested), hints_of(Suggested).values(), strict=False)}
+    for key, value in suggested.items() if isinstance(suggested, dict) else ():
+        at = f"target.suggested.{key}"
+        if key not in known:
+            yield Fault(at, "unknown key", hint_for(key, known))
+        else:
+            yield from _check_value(value, known[key], at)
+
+
+def _check_files(tree: dict[str, Any]) -> Iterator[Fault]:
+    for pattern in _FILE_KEYS:
+        for where, value in _select(tree, pattern.split("."), ""):
+            for name in value if isinstance(value, list) else [value]:
+                if isinstance(name, str):
+                    yield from _check_file(name, where)
+    source = tree["target"].get("source") if isinstance(tree.get("target"), dict) else None
+    if isinstance(source, str) and (source.startswith((PACKAGE, "/", "./", "../", "~")) or source.endswith(".gguf")):
+        yield from _check_file(source, "target.source")
+
+
+def _select(node: Any, parts: list[str], where: str) -> Iterator[tuple[str, Any]]:
+    if not parts:
+        yield where, node
+    elif isinstance(node, dict):
+        for key in node if parts[0] == "*" else [parts[0]] if parts[0] in node else []:
+            yield from _select(node[key], parts[1:], f"{where}.{key}" if where else key)
+
+
+def _check_file(name: str, where: str) -> Iterator[Fault]:
+    try:
+        path = resolve_file(name)
+    except ValueError as error:
+        what, _, do = str(error).partition(". ")
+        yield Fault(where, what, do)
+        return
+    if not path.exists():
+        yield Fault(where, f"there is no file {name!r}", f"Looked at {path.absolute()}; give an existing path")

@@ -1,0 +1,36 @@
+"""What is wrong with a recipe, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing that is wrong with a recipe: where, what, what is allowed there, what to do."""
+
+    where: str
+    what: str
+    do: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.what}. {self.do}."
+
+
+class RecipeError(ValueError):
+    """All faults of a recipe in one message."""
+
+    def __init__(self, faults: list[Fault], recipe: str = "the recipe") -> None:
+        count = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
+        super().__init__("\n".join([f"{count} in {recipe}:", *(f"  - {fault}" for fault in faults)]))
+        self.faults = faults
+
+
+def hint_for(name: str, known: Iterable[str]) -> str:
+    """``did you mean 'lr'? allowed: ...``"""
+    known = sorted(known)
+    near = get_close_matches(name, known, n=1, cutoff=0.5)
+    guess = f"Did you mean {near[0]!r}? " if near else ""
+    return f"{guess}Allowed: {', '.join(known) if known else 'nothing'}"

@@ -1,0 +1,40 @@
+"""From a plain node with ``_target_`` to the object it describes."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+
+def locate(path: Any) -> Any:
+    """The class or function at a dotted path.
+
+    Raises:
+        ValueError: it is no dotted path, a module on the way fails to import, or the last name is not in it.
+    """
+    module, _, name = path.rpartition(".") if isinstance(path, str) else ("", "", "")
+    if not module:
+        raise ValueError("it is not a dotted path")
+    try:
+        home = import_module(module)
+    except ImportError as error:
+        raise ValueError(str(error)) from error
+    try:
+        return getattr(home, name)
+    except AttributeError:
+        near = get_close_matches(name, [n for n, value in vars(home).items() if callable(value)], n=1)
+        raise ValueError(f"{module} has no {name!r}" + (f", but {near[0]!r}" if near else "")) from None
+
+
+def make(node: Any, **supplied: Any) -> Any:
+    """The object a plain node describes: every mapping with ``_target_`` becomes a call, innermost first."""
+    if isinstance(node, list):
+        return [make(item) for item in node]
+    if not isinstance(node, dict):
+        return node
+    made = {key: make(value) for key, value in node.items() if key != "_target_"}
+    if "_target_" not in node:
+        return made
+    return partial(locate(node["_target_"]), **made)(**supplied)
