@@ -14,7 +14,7 @@ from dflash_lightning.types import BlockLayout, FeatureSpec
 
 
 class DraftHead(Component, nn.Module, ABC, axis=True):
-    """Says what the draft distributions of a block are, without ever holding ``[slots, vocabulary]`` logits in training.
+    """Says what the draft distributions of a block are; ``[slots, vocabulary]`` logits never exist in training.
 
     ``views`` serves training: every view answers per-slot requests (see ``ops.lm_head``). ``logits`` serves decoding.
     Heads that draw token by token override ``draw`` in a later contract; this one covers position-wise marginals.

@@ -1,0 +1,31 @@
+"""Position-wise marginals: every slot's distribution comes from its own hidden state alone."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from jaxtyping import Float
+from torch import Tensor
+
+from dflash_lightning.draft_config import DraftConfig
+from dflash_lightning.head.base import DraftHead
+from dflash_lightning.ops.lm_head import LanguageHead, View
+from dflash_lightning.types import BlockLayout
+
+
+class MarginalHead(DraftHead):
+    """The target's own language head on the drafter's hidden states; no weights (DFlash, arXiv 2602.06036 sec. 4.1)."""
+
+    name: ClassVar[str] = "marginal"
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def build(self, config: DraftConfig) -> None:
+        """Nothing to make: the head is the target's."""
+
+    def views(self, hidden: Float[Tensor, "B N K H"], layout: BlockLayout, lm: LanguageHead) -> dict[str, View]:
+        return {"main": View(hidden, layout.rows, lm)}
+
+    def logits(self, hidden: Float[Tensor, "B Kp H"], lm: LanguageHead) -> Float[Tensor, "B Kp V"]:
+        return lm.logits(hidden)
