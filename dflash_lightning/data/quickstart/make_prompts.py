@@ -4,8 +4,8 @@
 
 The splits measure how a drafter does on prompts it was not trained on, so two things are held out whole: the
 *templates* (each belongs to one split) and the *fillings* (a function or class name belongs to one split, whichever
-pool it appears in). All splits ask for short pieces of Python in similar words: the held-out splits are **in-domain**, and a
-number measured on them says nothing about other prompts.
+pool it appears in). All splits ask for short pieces of Python in similar words: the held-out splits are **in-domain**,
+and a number measured on them says nothing about other prompts.
 """
 
 from __future__ import annotations
