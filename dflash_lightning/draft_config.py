@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+import warnings
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from transformers import PretrainedConfig
 
 from dflash_lightning.types import Alignment, LabelLayout
+
+NESTED = "dflash_config"  # where z-lab's files keep what transformers' configs have no name for
 
 
 class DraftConfig(PretrainedConfig):
@@ -20,6 +24,7 @@ class DraftConfig(PretrainedConfig):
     """
 
     model_type = "dflash_lightning"
+    default_theta: ClassVar[float | None] = None  # transformers would fill in 10000 where a file states no base
 
     def __init__(
         self,
@@ -78,3 +83,39 @@ class DraftConfig(PretrainedConfig):
     def alignment(self) -> Alignment:
         """The one statement of how slots and labels line up."""
         return Alignment(self.block_size, self.mask_token_id, self.label_layout)
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Settings of a file, flat or nested, old or new spelling of RoPE; see ``lift_settings``."""
+        return super().from_dict(lift_settings(config_dict), **kwargs)
+
+
+def lift_settings(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a drafter's ``config.json`` in one flat layout, whichever way the file spells them.
+
+    z-lab's and SpecForge's files keep some settings flat and some in ``dflash_config``, and both spellings of RoPE are
+    about (field_reports F058, F102). The nested value wins; where the flat one disagrees, a warning names both.
+    """
+    settings = {key: value for key, value in raw.items() if key != NESTED}
+    for key, value in (raw.get(NESTED) or {}).items():
+        if settings.get(key) is not None and settings[key] != value:
+            _warn_conflict(key, settings[key], f"{NESTED}.{key}", value)
+        settings[key] = value
+    rope = dict(settings.pop("rope_parameters", None) or settings.pop("rope_scaling", None) or {})
+    settings.pop("rope_scaling", None)
+    flat = settings.pop("rope_theta", None)
+    if rope.get("rope_theta") is None:
+        rope["rope_theta"] = flat
+    elif flat is not None and flat != rope["rope_theta"]:
+        _warn_conflict("rope_theta", flat, "rope_parameters.rope_theta", rope["rope_theta"])
+    if rope["rope_theta"] is not None:
+        settings["rope_parameters"] = {"rope_type": rope.pop("type", "default"), **rope}
+    return settings
+
+
+def _warn_conflict(flat_name: str, flat: Any, nested_name: str, nested: Any) -> None:
+    warnings.warn(
+        f"The drafter's config states {flat_name}={flat} and {nested_name}={nested}; {nested} is used. "
+        "Remove one of them from config.json.",
+        stacklevel=4,
+    )

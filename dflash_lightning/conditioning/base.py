@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 
 from jaxtyping import Float, Int
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from dflash_lightning.draft_config import DraftConfig
 from dflash_lightning.ops.context import ContextState, DraftCache
 from dflash_lightning.types import BlockLayout, FeatureSpec, TargetFeatures
 
+
 class Conditioning(Component, nn.Module, ABC, axis=True):
     """Turns target features into what the draft layers read.
 
@@ -19,6 +21,8 @@ class Conditioning(Component, nn.Module, ABC, axis=True):
     once, gradients enabled), ``extend`` serves decoding (a chunk of new rows per round, in place, compiled with static
     shapes: no Python branch on tensor values). Both must give a block the same context: a test holds them together.
     """
+
+    target_layer_ids: list[int] | None
 
     @abstractmethod
     def default_layer_ids(self, num_target_layers: int, num_draft_layers: int) -> list[int]:
@@ -33,9 +37,7 @@ class Conditioning(Component, nn.Module, ABC, axis=True):
         """Target features that ``prepare`` and ``extend`` read; known after ``build``."""
 
     @abstractmethod
-    def prepare(
-        self, features: TargetFeatures, position_ids: Int[Tensor, "B S"], layout: BlockLayout
-    ) -> ContextState:
+    def prepare(self, features: TargetFeatures, position_ids: Int[Tensor, "B S"], layout: BlockLayout) -> ContextState:
         """Context of a training batch."""
 
     @abstractmethod
@@ -49,3 +51,10 @@ class Conditioning(Component, nn.Module, ABC, axis=True):
 
         ``cache.cursor`` is moved by ``keep`` before the state is used: the state's visible rows are those ``< cursor``.
         """
+
+    def warm_start_layers(self, num_target_layers: int) -> list[int]:
+        """Target decoder layers whose weights ``warm_start`` wants to see; known after ``build``."""
+        return []
+
+    def warm_start(self, layers: Mapping[int, Mapping[str, Tensor]]) -> None:
+        """Start from the target: ``layers`` holds the state dict of every layer of ``warm_start_layers``."""

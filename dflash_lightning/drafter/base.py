@@ -37,5 +37,13 @@ class Drafter(Component, nn.Module, ABC, axis=True):
     ) -> Float[Tensor, "B N K H"]:
         """Hidden states after the output norm, ready for the language head."""
 
+    @abstractmethod
+    def absorb(self, context: ContextState) -> None:
+        """Let every layer project the new rows of a decoding ``context`` into its cache, without drafting a block."""
+
+    def warm_start_layers(self, num_target_layers: int) -> list[int]:
+        """Target decoder layers that ``warm_start`` copies, one per draft layer; empty where no warm start is asked for."""
+        return []
+
     def warm_start(self, layers: list[Mapping[str, Tensor]]) -> None:
-        """Copy weights from the target's decoder layers ``layers`` (state dicts, one per draft layer), where asked for."""
+        """Copy weights from the target's decoder layers ``layers`` (state dicts, one per draft layer)."""

@@ -1,0 +1,6 @@
+"""How target features enter the drafter."""
+
+from dflash_lightning.conditioning.base import Conditioning
+from dflash_lightning.conditioning.kv_injection import KVInjection
+
+__all__ = ["Conditioning", "KVInjection"]

@@ -1,0 +1,6 @@
+"""The trainable backbone between slot inputs and slot hidden states."""
+
+from dflash_lightning.drafter.base import Drafter
+from dflash_lightning.drafter.block_transformer import BlockTransformer
+
+__all__ = ["BlockTransformer", "Drafter"]

@@ -1,0 +1,165 @@
+"""The backbone of DFlash: a few decoder layers over a block, z-lab's weights name by name (arXiv 2602.06036 sec. 4.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from dflash_lightning.draft_config import DraftConfig
+from dflash_lightning.drafter.base import Drafter
+from dflash_lightning.drafter.layer import ACTIVATIONS, DraftLayer
+from dflash_lightning.drafter.warm_start import check_source, copy_layer
+from dflash_lightning.ops.context import ContextState
+from dflash_lightning.ops.norm import RMSNorm
+from dflash_lightning.ops.rotary import check_rope, make_rotation
+from dflash_lightning.types import BlockLayout, TargetFacts
+
+LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+class BlockTransformer(Drafter):
+    """Pre-norm decoder layers with per-head q/k norm, SwiGLU and plain rotary embedding.
+
+    Null settings are the target's own, except ``rope_parameters``: null rotates the whole head plainly with the target's
+    ``rope_theta`` and is written out in the config. Copying the target's RoPE would claim a scaling or a partial rotation
+    that the drafter does not have (field_reports F056-F060). ``init_from_target`` starts every layer from one of the
+    target's last layers; where those have no q/k norm, its gain starts at ``qk_norm_gain`` (1.5 learnt faster than 1.0 on
+    SmolLM2). ``is_causal`` null means by layer type: sliding layers are causal inside a block, full ones are not.
+    """
+
+    name = "block_transformer"
+
+    def __init__(
+        self,
+        *,
+        num_layers: int = 5,
+        intermediate_size: int | None = None,
+        num_heads: int | None = None,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        rope_parameters: dict[str, Any] | None = None,
+        layer_types: list[str] | None = None,
+        sliding_window: int | None = None,
+        is_causal: bool | None = None,
+        rms_norm_eps: float | None = None,
+        init_from_target: bool = False,
+        qk_norm_gain: float = 1.0,
+        init_std: float = 0.02,
+    ) -> None:
+        super().__init__()
+        self.num_layers = num_layers
+        self.intermediate_size = intermediate_size
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.rope_parameters = rope_parameters
+        self.layer_types = layer_types
+        self.sliding_window = sliding_window
+        self.is_causal = is_causal
+        self.rms_norm_eps = rms_norm_eps
+        self.init_from_target = init_from_target
+        self.qk_norm_gain = qk_norm_gain
+        self.init_std = init_std
+        self._check()
+
+    def geometry(self, facts: TargetFacts) -> dict[str, Any]:
+        if self.init_from_target:
+            check_source(facts)
+        heads = facts.num_heads if self.num_heads is None else self.num_heads
+        kv_heads = facts.num_kv_heads if self.num_kv_heads is None else self.num_kv_heads
+        head_dim = facts.head_dim if self.head_dim is None else self.head_dim
+        if heads < 1 or kv_heads < 1 or heads % kv_heads:
+            raise ValueError(
+                f"drafter.num_heads: {heads} query heads cannot share {kv_heads} key-value heads evenly. "
+                f"Use a multiple of num_kv_heads, or leave both null ({facts.num_heads} and {facts.num_kv_heads})."
+            )
+        if head_dim < 2 or head_dim % 2:
+            raise ValueError(
+                f"drafter.head_dim: {head_dim} must be even and positive, because features rotate in pairs."
+            )
+        return {
+            "num_hidden_layers": self.num_layers,
+            "intermediate_size": facts.intermediate_size if self.intermediate_size is None else self.intermediate_size,
+            "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads,
+            "head_dim": head_dim,
+            "hidden_act": facts.hidden_act if self.init_from_target else "silu",
+            "rms_norm_eps": facts.rms_norm_eps if self.rms_norm_eps is None else self.rms_norm_eps,
+            "rope_parameters": self._rope(facts),
+            "layer_types": ["full_attention"] * self.num_layers if self.layer_types is None else list(self.layer_types),
+            "sliding_window": self.sliding_window,
+            "is_causal": self.is_causal,
+        }
+
+    def build(self, config: DraftConfig) -> None:
+        if config.hidden_act not in ACTIVATIONS:
+            raise ValueError(f"hidden_act: {config.hidden_act!r} is unknown. Use one of {sorted(ACTIVATIONS)}.")
+        self._theta = check_rope(config.rope_parameters or {}, where="rope_parameters")
+        self._head_dim = config.head_dim
+        self.layers = nn.ModuleList(DraftLayer(config, i) for i in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        for layer in self.layers:
+            layer.initialise(std=self.init_std, qk_norm_gain=self.qk_norm_gain)
+
+    def forward(
+        self, slots: Float[Tensor, "B N K H"], layout: BlockLayout, context: ContextState
+    ) -> Float[Tensor, "B N K H"]:
+        rotation = make_rotation(layout.position_ids, theta=self._theta, head_dim=self._head_dim, dtype=slots.dtype)
+        for layer in self.layers:
+            slots = layer(slots, rotation, context)
+        return self.norm(slots)
+
+    def absorb(self, context: ContextState) -> None:
+        for layer in self.layers:
+            context.sources(layer.index, layer.self_attn.project_context)
+
+    def warm_start_layers(self, num_target_layers: int) -> list[int]:
+        if not self.init_from_target:
+            return []
+        if self.num_layers > num_target_layers:
+            raise ValueError(
+                f"drafter.num_layers: {self.num_layers} layers cannot start from a target of {num_target_layers} layers. "
+                "Use fewer, or set init_from_target=false."
+            )
+        return list(range(num_target_layers - self.num_layers, num_target_layers))
+
+    @torch.no_grad()
+    def warm_start(self, layers: list[Mapping[str, Tensor]]) -> None:
+        for index, (layer, source) in enumerate(zip(self.layers, layers, strict=True)):
+            copy_layer(source, layer, where=f"drafter layer {index}")
+
+    def _rope(self, facts: TargetFacts) -> dict[str, Any]:
+        if self.rope_parameters is not None:
+            theta = check_rope(self.rope_parameters, where="drafter.rope_parameters")
+        else:
+            # A family that rotates sliding and full layers differently states one entry per layer type.
+            given = facts.rope_parameters.get("full_attention", facts.rope_parameters)
+            theta = check_rope({"rope_theta": given.get("rope_theta")}, where=f"drafter.rope_parameters ({facts.name})")
+        return {"rope_type": "default", "rope_theta": theta}
+
+    def _check(self) -> None:
+        if self.num_layers < 1:
+            raise ValueError(f"drafter.num_layers: {self.num_layers} is no network. Use 1 or more (DFlash uses 5).")
+        types = self.layer_types if self.layer_types is not None else []
+        unknown = sorted({*types} - {*LAYER_TYPES})
+        if unknown:
+            raise ValueError(f"drafter.layer_types: {unknown} are unknown. Use {list(LAYER_TYPES)}.")
+        if self.layer_types is not None and len(types) != self.num_layers:
+            raise ValueError(
+                f"drafter.layer_types: {len(types)} entries for num_layers={self.num_layers}. Give one per layer, or null."
+            )
+        sliding = "sliding_attention" in types
+        if sliding and (self.sliding_window is None or self.sliding_window < 1):
+            raise ValueError(
+                f"drafter.sliding_window: {self.sliding_window} is no window for the sliding layers in layer_types. "
+                "Give a positive number of positions."
+            )
+        if self.sliding_window is not None and not sliding:
+            raise ValueError(
+                f"drafter.sliding_window: {self.sliding_window} is used by no layer. "
+                "Set layer_types with 'sliding_attention' where it should hold, or leave it null."
+            )

@@ -1,0 +1,126 @@
+"""One draft layer: a Qwen3-style decoder layer whose attention also reads target context."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dflash_lightning.draft_config import DraftConfig
+from dflash_lightning.ops.block_attention import block_attention
+from dflash_lightning.ops.context import ContextState, KVSource
+from dflash_lightning.ops.norm import RMSNorm
+from dflash_lightning.ops.rotary import Rotation, check_rope, make_rotation, rotate
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+}
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """Who sees whom in one layer: ``causal`` inside the block, ``window`` in positions (null = all)."""
+
+    causal: bool
+    window: int | None
+
+    @classmethod
+    def of(cls, config: DraftConfig, layer: int) -> Pattern:
+        """``is_causal`` null goes by layer type as z-lab's code does: sliding layers are causal inside a block."""
+        sliding = config.layer_types[layer] == "sliding_attention"
+        causal = sliding if config.is_causal is None else config.is_causal
+        return cls(causal, config.sliding_window if sliding else None)
+
+
+class BlockSelfAttention(nn.Module):
+    """Queries from the block; keys and values from context and block through the same projections and key norm."""
+
+    def __init__(self, config: DraftConfig, layer: int) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.head_dim = config.head_dim
+        self.theta = check_rope(config.rope_parameters or {}, where="drafter.rope_parameters")
+        self.pattern = Pattern.of(config, layer)
+        width = config.hidden_size
+        self.q_proj = nn.Linear(width, self.num_heads * self.head_dim, bias=False)
+        self.k_proj = nn.Linear(width, self.num_kv_heads * self.head_dim, bias=False)
+        self.v_proj = nn.Linear(width, self.num_kv_heads * self.head_dim, bias=False)
+        self.o_proj = nn.Linear(self.num_heads * self.head_dim, width, bias=False)
+        self.q_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        self.k_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+
+    def keys_and_values(
+        self, states: Float[Tensor, "*rows H"], rotation: Rotation
+    ) -> tuple[Float[Tensor, "*rows Hkv D"], Float[Tensor, "*rows Hkv D"]]:
+        """Normed, rotated keys and plain values."""
+        k = self.k_proj(states).unflatten(-1, (self.num_kv_heads, self.head_dim))
+        v = self.v_proj(states).unflatten(-1, (self.num_kv_heads, self.head_dim))
+        return rotate(self.k_norm(k), rotation), v
+
+    def project_context(
+        self, states: Float[Tensor, "B R H"], positions: Int[Tensor, "B R"]
+    ) -> tuple[Float[Tensor, "B R Hkv D"], Float[Tensor, "B R Hkv D"]]:
+        """Keys and values of context states at absolute ``positions``; the layer's ``ContextProjection``."""
+        rotation = make_rotation(positions, theta=self.theta, head_dim=self.head_dim, dtype=states.dtype)
+        return self.keys_and_values(states, rotation)
+
+    def forward(
+        self, x: Float[Tensor, "B N K H"], rotation: Rotation, sources: list[KVSource]
+    ) -> Float[Tensor, "B N K H"]:
+        q = self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim))
+        q = rotate(self.q_norm(q), rotation)
+        k, v = self.keys_and_values(x, rotation)
+        out = block_attention(
+            q, k, v, sources, causal=self.pattern.causal, window=self.pattern.window, scale=self.head_dim**-0.5
+        )
+        return self.o_proj(out.flatten(-2))
+
+
+class SwiGLU(nn.Module):
+    """``down(act(gate(x)) * up(x))``."""
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        width, inner = config.hidden_size, config.intermediate_size
+        self.gate_proj = nn.Linear(width, inner, bias=False)
+        self.up_proj = nn.Linear(width, inner, bias=False)
+        self.down_proj = nn.Linear(inner, width, bias=False)
+        self.act = ACTIVATIONS[config.hidden_act]
+
+    def forward(self, x: Float[Tensor, "*rows H"]) -> Float[Tensor, "*rows H"]:
+        return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DraftLayer(nn.Module):
+    """Pre-norm attention and MLP with residuals; the context itself gets no residual, MLP or output projection."""
+
+    def __init__(self, config: DraftConfig, layer: int) -> None:
+        super().__init__()
+        self.index = layer
+        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.self_attn = BlockSelfAttention(config, layer)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp = SwiGLU(config)
+
+    def forward(
+        self, x: Float[Tensor, "B N K H"], rotation: Rotation, context: ContextState
+    ) -> Float[Tensor, "B N K H"]:
+        sources = context.sources(self.index, self.self_attn.project_context)
+        x = x + self.self_attn(self.input_layernorm(x), rotation, sources)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+    @torch.no_grad()
+    def initialise(self, *, std: float, qk_norm_gain: float) -> None:
+        """Normal weights with deviation ``std``; gains of the query and key norms."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=std)
+        self.self_attn.q_norm.weight.fill_(qk_norm_gain)
+        self.self_attn.k_norm.weight.fill_(qk_norm_gain)

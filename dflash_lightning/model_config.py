@@ -1,0 +1,125 @@
+"""What a drafter's configuration must hold: made from a target and the parts of a recipe, and checked before any weight."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dflash_lightning.block.base import BlockConstructor
+from dflash_lightning.component import Component
+from dflash_lightning.conditioning import Conditioning
+from dflash_lightning.draft_config import NESTED, DraftConfig
+from dflash_lightning.drafter import Drafter
+from dflash_lightning.head import DraftHead
+from dflash_lightning.ops.rotary import check_rope
+from dflash_lightning.target import check_layer_ids
+from dflash_lightning.types import TargetFacts
+
+_POSITIVE = (
+    *("block_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "target_hidden_size", "num_target_layers", "vocab_size"),
+)
+
+
+def make_draft_config(
+    facts: TargetFacts,
+    *,
+    block: BlockConstructor,
+    conditioning: Conditioning,
+    drafter: Drafter,
+    head: DraftHead,
+    mask_token_id: int,
+    draft_vocab_size: int | None = None,
+) -> DraftConfig:
+    """The configuration of a drafter for the target that ``facts`` describe, every null resolved and written out.
+
+    Raises:
+        ValueError: a setting that does not fit this target; the message says which, and what to do.
+    """
+    ids = conditioning.target_layer_ids
+    if ids is None:
+        ids = conditioning.default_layer_ids(facts.num_layers, drafter.num_layers)
+    check_layer_ids(ids, facts)
+    config = DraftConfig(
+        **drafter.geometry(facts),
+        hidden_size=facts.hidden_size,  # the embedding and the head are the target's own
+        target_hidden_size=facts.hidden_size,
+        num_target_layers=facts.num_layers,
+        target_layer_ids=list(ids),
+        vocab_size=facts.vocab_size,
+        draft_vocab_size=draft_vocab_size,
+        max_position_embeddings=facts.max_positions,
+        block_size=block.block_size,
+        label_layout=block.label_layout,
+        mask_token_id=mask_token_id,
+        components={"conditioning": _describe(conditioning), "drafter": _describe(drafter), "head": _describe(head)},
+        target={
+            "name": facts.name,
+            "revision": facts.revision,
+            "digest": facts.digest,
+            "model_type": facts.model_type,
+            "vocab_size": facts.vocab_size,
+            "embedding_scale": facts.embedding_scale,
+        },
+    )
+    special = {"bos": facts.bos_token_id, "pad": facts.pad_token_id, **{f"eos {i}": i for i in facts.eos_token_ids}}
+    if mask_token_id in special.values():
+        name = next(name for name, value in special.items() if value == mask_token_id)
+        raise ValueError(
+            f"block.mask_token_id: {mask_token_id} is the {name.split()[0]} token of {facts.name}, which real text contains. "
+            "Leave it null to let an unused id be chosen, or name one."
+        )
+    check_config(config)
+    return config
+
+
+def check_config(config: DraftConfig) -> None:
+    """Refuse a configuration from which no drafter can be built, by the name of the field at fault.
+
+    Raises:
+        ValueError: a field is missing or out of range.
+    """
+    missing = [name for name in _POSITIVE if not getattr(config, name)]
+    if not config.target_layer_ids:
+        missing.append("target_layer_ids")
+    if config.mask_token_id < 0:
+        missing.append("mask_token_id")
+    if not (config.rope_parameters or {}).get("rope_theta"):
+        missing.append("rope_theta")
+    if missing:
+        raise ValueError(
+            f"The drafter's config states no {', '.join(missing)}. It must be in config.json, at the top level or in "
+            f"{NESTED!r} (rope_theta: at the top level or in 'rope_parameters'); nothing is assumed in its place."
+        )
+    check_rope(config.rope_parameters or {}, where="rope_parameters")
+    assert config.alignment  # refuses block size and label layout by itself
+    if config.hidden_size != config.target_hidden_size:
+        raise ValueError(
+            f"hidden_size: the drafter's is {config.hidden_size}, the target's {config.target_hidden_size}. They must be equal, "
+            "because the drafter uses the target's embedding and language head."
+        )
+    if config.mask_token_id >= config.vocab_size:
+        raise ValueError(
+            f"block.mask_token_id: {config.mask_token_id} is outside the target's embedding (rows 0..{config.vocab_size - 1}). "
+            "Leave it null to let an unused row be chosen."
+        )
+    outside = [i for i in config.target_layer_ids if not 0 <= i < config.num_target_layers]
+    if outside:
+        raise ValueError(
+            f"target_layer_ids: {config.target_layer_ids} names {outside}, but the target has {config.num_target_layers} "
+            f"decoder layers (0..{config.num_target_layers - 1})."
+        )
+    if config.draft_vocab_size is not None and not 0 < config.draft_vocab_size <= config.vocab_size:
+        raise ValueError(
+            f"draft_vocab_size: {config.draft_vocab_size} is not between 1 and the target's {config.vocab_size} embedding rows. "
+            "Use null for the whole vocabulary."
+        )
+    if len(config.layer_types) != config.num_hidden_layers:
+        raise ValueError(
+            f"layer_types: {len(config.layer_types)} entries for {config.num_hidden_layers} layers. Give one per layer."
+        )
+    if "sliding_attention" in config.layer_types and not config.sliding_window:
+        raise ValueError("sliding_window: null, but layer_types has sliding layers. Give the window in positions.")
+
+
+def _describe(part: Component) -> dict[str, Any]:
+    return {"name": part.name, "settings": part.settings()}

@@ -1,0 +1,29 @@
+"""Root-mean-square norm that always computes in fp32."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which norms, rotations and softmax are computed: fp32, or fp64 for fp64 inputs."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+class RMSNorm(nn.Module):
+    """``weight * x / rms(x)`` over the last dimension, in the dtype of ``x`` but computed in fp32, also under autocast."""
+
+    def __init__(self, size: int, *, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Float[Tensor, "*rows size"]) -> Float[Tensor, "*rows size"]:
+        y = x.to(compute_dtype(x.dtype))
+        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
+        return (y * self.weight.to(y.dtype)).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, eps={self.eps}"

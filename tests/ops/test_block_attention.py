@@ -1,0 +1,207 @@
+"""Block attention against a dense oracle written here as plainly as possible: one big mask, one softmax."""
+
+import pytest
+import torch
+
+from dflash_lightning.ops import block_attention as module
+from dflash_lightning.ops.block_attention import block_attention
+from dflash_lightning.ops.context import KVSource
+from dflash_lightning.ops.flex_block_attention import flex_block_attention
+
+CASES = [(False, None), (True, None), (False, 4), (True, 4), (False, 1), (True, 100)]
+
+
+def dense_mask(sources, num_blocks, block_size, causal, window):
+    """[B, N*K, columns] by loops over every pair."""
+    batch = sources[0].start.shape[0] if sources else 1
+    lengths = [s.k.shape[1] for s in sources]
+    mask = torch.zeros(batch, num_blocks * block_size, sum(lengths) + num_blocks * block_size, dtype=torch.bool)
+    for b in range(batch):
+        for n in range(num_blocks):
+            for i in range(block_size):
+                row, first = n * block_size + i, 0
+                for source, length in zip(sources, lengths, strict=True):
+                    start, end, at = (int(x[b, n]) for x in (source.start, source.end, source.slot_row))
+                    for j in range(length):
+                        mask[b, row, first + j] = start <= j < end and (window is None or at + i - j < window)
+                    first += length
+                for j in range(block_size):
+                    hidden = (causal and j > i) or (window is not None and abs(i - j) >= window)
+                    mask[b, row, first + n * block_size + j] = not hidden
+    return mask
+
+
+def dense_attention(q, k_own, v_own, sources, *, causal, window, scale):
+    b, n, k, hq, d = q.shape
+    widen = lambda x: x.repeat_interleave(hq // x.shape[2], dim=2)  # noqa: E731
+    keys = torch.cat([*[widen(s.k) for s in sources], widen(k_own.flatten(1, 2))], dim=1)
+    values = torch.cat([*[widen(s.v) for s in sources], widen(v_own.flatten(1, 2))], dim=1)
+    scores = torch.einsum("bqhd,bchd->bhqc", q.flatten(1, 2), keys) * scale
+    mask = dense_mask(sources, n, k, causal, window)
+    scores = scores.masked_fill(~mask[:, None], float("-inf"))
+    return torch.einsum("bhqc,bchd->bqhd", scores.softmax(-1), values).view(b, n, k, hq, d)
+
+
+def make_case(*, dtype=torch.float64, num_blocks=5, seed=0, source_heads=(2,)):
+    """Two rows of 20 positions: overlapping blocks, two packed documents in row 0, two padding blocks at the end of row 1."""
+    g = torch.Generator().manual_seed(seed)
+    rand = lambda *shape: torch.randn(*shape, generator=g, dtype=dtype).requires_grad_()  # noqa: E731
+    anchors = torch.tensor([[2, 3, 5, 13, 16], [1, 7, 8, 0, 0]])[:, :num_blocks]
+    start = torch.tensor([[0, 0, 0, 10, 10], [0, 0, 0, 0, 0]])[:, :num_blocks]
+    end = torch.tensor([[2, 3, 5, 13, 16], [1, 7, 8, 0, 0]])[:, :num_blocks]
+    sources = [KVSource(rand(2, 20, h, 4), rand(2, 20, h, 4), start, end, anchors) for h in source_heads]
+    return rand(2, num_blocks, 3, 4, 4), rand(2, num_blocks, 3, 2, 4), rand(2, num_blocks, 3, 2, 4), sources
+
+
+def leaves(q, k_own, v_own, sources):
+    return [q, k_own, v_own, *[x for s in sources for x in (s.k, s.v)]]
+
+
+@pytest.mark.parametrize("chunk_slots", [1, 6, 64])
+@pytest.mark.parametrize(("causal", "window"), CASES)
+@pytest.mark.parametrize("source_heads", [(), (2,), (2, 4)])
+def test_output_and_gradients_equal_the_dense_oracle(monkeypatch, causal, window, chunk_slots, source_heads):
+    monkeypatch.setattr(module, "CHUNK_SLOTS", chunk_slots)
+    q, k_own, v_own, sources = make_case(source_heads=source_heads)
+    if not sources:
+        q, k_own, v_own = (x.detach()[:1].requires_grad_() for x in (q, k_own, v_own))
+    args = dict(causal=causal, window=window, scale=0.37)
+    out = block_attention(q, k_own, v_own, sources, **args)
+    expected = dense_attention(q, k_own, v_own, sources, **args)
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+    weight = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(1))
+    inputs = leaves(q, k_own, v_own, sources)
+    got, want = (torch.autograd.grad((y * weight).sum(), inputs) for y in (out, expected))
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("causal", "window"), CASES)
+def test_one_block_per_row_equals_the_dense_oracle(causal, window):
+    q, k_own, v_own, sources = make_case(num_blocks=1)
+    args = dict(causal=causal, window=window, scale=0.5)
+    out = block_attention(q, k_own, v_own, sources, **args)
+    torch.testing.assert_close(out, dense_attention(q, k_own, v_own, sources, **args), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("causal", "window"), CASES)
+def test_flex_attention_sees_what_the_portable_path_sees(causal, window):
+    """Flex has no CPU backward, so values only; the mask function is the one that CUDA uses."""
+    q, k_own, v_own, sources = make_case(dtype=torch.float32, source_heads=(2, 2))
+    args = dict(causal=causal, window=window, scale=0.5)
+    q, k_own, v_own, *kv = (x.detach() for x in leaves(q, k_own, v_own, sources))
+    with torch.no_grad():
+        flex = flex_block_attention(q, k_own, v_own, kv[::2], kv[1::2], sources, **args)
+        torch.testing.assert_close(flex, block_attention(q, k_own, v_own, sources, **args), rtol=0, atol=2e-6)
+
+
+def visible_counts(anchors, length, block_size, causal, window):
+    """How many columns each slot gives weight to, measured on the attention itself: all scores equal, values one-hot."""
+    columns = length + len(anchors) * block_size
+    ends = torch.tensor([anchors])
+    eye = torch.eye(columns)
+    source = KVSource(torch.zeros(1, length, 1, columns), eye[None, :length, None], ends * 0, ends, ends)
+    own = eye[length:].view(1, len(anchors), block_size, 1, columns)
+    zeros = torch.zeros(1, len(anchors), block_size, 1, columns)
+    out = block_attention(zeros, zeros, own, [source], causal=causal, window=window, scale=1.0)
+    return (out[0, :, :, 0] > 0).sum(-1).flatten().tolist()
+
+
+def test_visible_counts_of_the_method_sheet():
+    """methods_training 0.2: S = 8, anchors 2 and 5, K = 3."""
+    assert visible_counts([2, 5], 8, 3, False, None) == [5, 5, 5, 8, 8, 8]
+    assert visible_counts([2, 5], 8, 3, True, None) == [3, 4, 5, 6, 7, 8]
+    # Slot 0 and 2 of a block are 2 apart, so a window of 4 narrows only the context.
+    assert visible_counts([2, 5], 8, 3, False, 4) == [5, 5, 4, 6, 5, 4]
+
+
+def test_overlapping_blocks_do_not_leak():
+    """field_reports T04: L = 10, B = 4, anchors 3 and 5; 64 visible cells; feature 3 reaches block 1 only."""
+    assert visible_counts([3, 5], 10, 4, False, None) == [7] * 4 + [9] * 4
+    g = torch.Generator().manual_seed(0)
+    q, k_own, v_own = (torch.randn(1, 2, 4, 2, 8, generator=g) for _ in range(3))
+    keys, values = (torch.randn(1, 10, 2, 8, generator=g) for _ in range(2))
+    ends = torch.tensor([[3, 5]])
+    run = lambda k, v: block_attention(  # noqa: E731
+        q, k_own, v_own, [KVSource(k, v, ends * 0, ends, ends)], causal=False, window=None, scale=0.3
+    )
+    before = run(keys, values)
+    keys[:, 3], values[:, 3] = 7.0, -7.0
+    after = run(keys, values)
+    assert torch.equal(before[:, 0], after[:, 0])
+    assert not torch.equal(before[:, 1], after[:, 1])
+
+
+def test_rows_that_no_slot_sees_get_exactly_zero_gradient():
+    q, k_own, v_own, sources = make_case()
+    out = block_attention(q, k_own, v_own, sources, causal=False, window=None, scale=0.5)
+    out[0, 0].sum().backward()  # block 0 of row 0 sees rows 0 and 1
+    for x in (sources[0].k, sources[0].v):
+        assert torch.count_nonzero(x.grad[0, 2:]) == 0 and torch.count_nonzero(x.grad[1]) == 0
+        assert torch.count_nonzero(x.grad[0, :2]) > 0
+    assert torch.count_nonzero(k_own.grad[0, 1:]) == 0
+
+
+def test_packed_blocks_equal_each_block_alone():
+    q, k_own, v_own, sources = make_case()
+    args = dict(causal=False, window=None, scale=0.5)
+    together = block_attention(q, k_own, v_own, sources, **args)
+    s = sources[0]
+    for b in range(2):
+        for n in range(5):
+            first, end = int(s.start[b, n]), int(s.end[b, n])
+            rows = slice(first, end)
+            zero = torch.zeros(1, 1, dtype=torch.long)
+            alone = KVSource(s.k[b : b + 1, rows], s.v[b : b + 1, rows], zero, zero + end - first, zero + end - first)
+            block = tuple(x[b : b + 1, n : n + 1] for x in (q, k_own, v_own))
+            torch.testing.assert_close(
+                block_attention(*block, [alone], **args)[0, 0], together[b, n], rtol=0, atol=1e-14
+            )
+
+
+def test_bf16_is_close_to_fp32_and_keeps_its_dtype():
+    q, k_own, v_own, sources = make_case(dtype=torch.float32)
+    low = lambda x: x.detach().bfloat16()  # noqa: E731
+    small = [KVSource(low(s.k), low(s.v), s.start, s.end, s.slot_row) for s in sources]
+    args = dict(causal=True, window=None, scale=0.5)
+    out = block_attention(low(q).requires_grad_(), low(k_own), low(v_own), small, **args)
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.float(), block_attention(q, k_own, v_own, sources, **args), rtol=0, atol=0.05)
+
+
+def test_no_score_or_mask_over_all_slots_and_rows_exists(monkeypatch):
+    """The largest tensor made in forward or backward stays near the inputs' size although N*K * (S + N*K) is 40x it."""
+    seen = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor):
+                seen.append(out.untyped_storage().nbytes())
+            return out
+
+    g = torch.Generator().manual_seed(0)
+    anchors = torch.arange(1, 257)[None] * 2
+    q, k_own, v_own = (torch.randn(1, 256, 8, 1, 4, generator=g, requires_grad=True) for _ in range(3))
+    source = KVSource(*(torch.randn(1, 520, 1, 4, generator=g) for _ in range(2)), anchors * 0, anchors, anchors)
+    with Watch():
+        block_attention(q, k_own, v_own, [source], causal=False, window=None, scale=0.5).sum().backward()
+    dense = 4 * 256 * 8 * (520 + 256 * 8)
+    assert max(seen) < dense / 60
+
+
+@pytest.mark.compiled
+def test_decoding_attention_compiles_to_one_graph_for_every_length():
+    def step(q, k_own, v_own, keys, values, end):
+        source = KVSource(keys, values, torch.zeros_like(end), end, end)
+        return block_attention(q, k_own, v_own, [source], causal=False, window=6, scale=0.5)
+
+    g = torch.Generator().manual_seed(0)
+    q, k_own, v_own = (torch.randn(2, 1, 4, h, 8, generator=g) for h in (4, 2, 2))
+    keys, values = (torch.randn(2, 32, 2, 8, generator=g) for _ in range(2))
+    compiled = torch.compile(step, fullgraph=True, dynamic=False)
+    with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
+        for end in ([0, 5], [7, 32], [1, 1]):
+            ends = torch.tensor(end)[:, None]
+            expected = step(q, k_own, v_own, keys, values, ends)
+            torch.testing.assert_close(compiled(q, k_own, v_own, keys, values, ends), expected, rtol=0, atol=1e-6)
