@@ -3,6 +3,7 @@
 if __name__ != "dflash_lightning.callbacks":
     raise ImportError("import dflash_lightning.callbacks; the bare folder name is not a package")
 
+from dflash_lightning.callbacks.checkpoint_io import AtomicCheckpointIO
 from dflash_lightning.callbacks.speculative_eval import SpeculativeEval
 
-__all__ = ["SpeculativeEval"]
+__all__ = ["AtomicCheckpointIO", "SpeculativeEval"]

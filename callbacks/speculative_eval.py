@@ -23,13 +23,14 @@ from dflash_lightning.module import DraftModule
 class SpeculativeEval(Callback):
     """Decodes held-out prompts before training and after every epoch (or every ``every_n_steps`` optimizer steps).
 
-    Prompts are dealt out over the ranks, and sums (never ratios) are reduced. The run's weights are the same bits with and
-    without this callback: random states are put back, decoding works on a copy of the drafter, the target is only read.
+    Prompts are dealt out over the ranks, and sums (never ratios) are reduced. The run's weights are the same bits with
+    and without this callback: random states are put back, decoding works on a copy of the drafter, the target is only
+    read.
     ``last.ckpt`` is written before decoding, so that a failure here loses nothing.
 
-    Logged: ``decode/tau`` (tokens committed per round, pooled), survival by slot, stage times, speed-up over the same loop
-    without drafts and identity with its output on the first ``lossless_prompts`` prompts; histogram and acceptance as
-    figures. ``ModelCheckpoint(monitor="decode/tau", mode="max")`` keeps the best.
+    Logged: ``decode/tau`` (tokens committed per round, pooled), survival by slot, stage times, speed-up over the same
+    loop without drafts and identity with its output on the first ``lossless_prompts`` prompts; histogram and acceptance
+    as figures. ``ModelCheckpoint(monitor="decode/tau", mode="max")`` keeps the best.
 
     Args:
         prompts: JSONL file of held-out prompts.
@@ -52,7 +53,8 @@ class SpeculativeEval(Callback):
     ) -> None:
         if every_n_steps is not None and every_n_steps < 1:
             raise ValueError(
-                f"callbacks.speculative_eval.every_n_steps: {every_n_steps} is no period. Use 1 or more, or null for epochs."
+                f"callbacks.speculative_eval.every_n_steps: {every_n_steps} is no period. "
+                "Use 1 or more, or null for epochs."
             )
         self.prompts = prompts
         self.decoding = decoding
@@ -70,7 +72,8 @@ class SpeculativeEval(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if not isinstance(pl_module, DraftModule):
             raise ValueError(
-                f"callbacks.speculative_eval: decodes with a DraftModule, but the trainer was given {type(pl_module).__name__}."
+                "callbacks.speculative_eval: decodes with a DraftModule, but the trainer was given "
+                f"{type(pl_module).__name__}. Fit a DraftModule, or leave the callback out."
             )
         rows = load_prompts(self.prompts, limit=self.limit)
         if not rows:

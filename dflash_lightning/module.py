@@ -65,8 +65,8 @@ class OptimSettings:
 class DraftModule(LightningModule):
     """Trains one drafter against one frozen target.
 
-    The target is a plain object: it is in no ``state_dict``, no optimizer and not wrapped by DDP. The parts are settings
-    until ``configure_model`` builds the drafter for this target, so the constructor is cheap.
+    The target is a plain object: it is in no ``state_dict``, no optimizer and not wrapped by DDP. The parts are
+    settings until ``configure_model`` builds the drafter for this target, so the constructor is cheap.
 
     Args:
         target: the frozen model; its embedding and language head serve the drafter.
@@ -97,7 +97,8 @@ class DraftModule(LightningModule):
             )
         if draft_vocabulary not in (None, "data"):
             raise ValueError(
-                f"draft_vocabulary: {draft_vocabulary!r} is unknown. Use 'data' (ids of the training rows) or null (all)."
+                f"draft_vocabulary: {draft_vocabulary!r} is unknown. "
+                "Use 'data' (ids of the training rows) or null (all)."
             )
         self.target = target
         self.block = block
@@ -258,7 +259,7 @@ class DraftModule(LightningModule):
         self._add("scored", layout.scored.sum((0, 1)).float())
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Log the finished accumulation window: sums over micro-batches and ranks, so no split changes a logged number."""
+        """Log the finished accumulation window: sums over micro-batches and ranks, so no split changes a number."""
         names = sorted(self._sums)
         sizes = [self._sums[name].numel() for name in names]
         vector = self._sum_over_ranks(torch.cat([self._sums[name].flatten() for name in names]))

@@ -1,4 +1,4 @@
-"""Evaluates a drafter by decoding for real: acceptance on all prompts, identity and speed against plain decoding on some."""
+"""Evaluates a drafter by decoding for real: acceptance on all prompts, identity with and speed over plain decoding."""
 
 from __future__ import annotations
 
@@ -95,8 +95,8 @@ class Evaluation:
 class Evaluator:
     """Decodes a fixed set of prompts with a drafter, again and again as it trains.
 
-    Plain decoding of the checked prompts is done once and kept. Compiled graphs are kept as well; every call decodes with
-    the drafter's weights as they are then. Neither weights, gradients nor training modes are touched.
+    Plain decoding of the checked prompts is done once and kept. Compiled graphs are kept as well; every call decodes
+    with the drafter's weights as they are then. Neither weights, gradients nor training modes are touched.
 
     Args:
         prompts: token ids; may be empty (a rank with fewer prompts than others).

@@ -48,7 +48,7 @@ class DecodingSettings:
     def make_decoder(
         self, target: FrozenTarget, draft: DraftModel | None, *, longest_prompt: int
     ) -> SpeculativeDecoder:
-        """A decoder for prompts of up to ``longest_prompt`` tokens; ``draft`` null decodes plainly through the same loop."""
+        """A decoder for prompts of up to ``longest_prompt`` tokens; without ``draft`` it decodes plainly."""
         return SpeculativeDecoder(
             target,
             draft,
