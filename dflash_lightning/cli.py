@@ -151,6 +151,7 @@ Answer one prompt, streaming. Tokens that the drafter proposed and the target ac
     prompt.add_argument("--prompt", metavar="TEXT", help="a user message; the target's chat template is applied")
     prompt.add_argument("--prompt-ids", type=_ids, metavar="1,2,3", help="token ids, taken as they are")
     _add_sampling_arguments(parser, max_new_tokens=256)
+    parser.add_argument("--color", choices=["auto", "always", "never"], default="auto", help="default: in a terminal")
     parser.add_argument("--json", action="store_true", help="print JSON instead: output_ids, committed, times")
 
 

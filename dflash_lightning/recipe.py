@@ -9,7 +9,7 @@ from lightning.pytorch import LightningDataModule, Trainer, seed_everything
 from omegaconf import DictConfig, OmegaConf
 
 from dflash_lightning.module import DraftModule
-from dflash_lightning.recipe_check import Suggested, list_faults, resolve_file
+from dflash_lightning.recipe_check import Suggested, data_files, list_faults
 from dflash_lightning.recipe_faults import Fault, RecipeError
 from dflash_lightning.recipe_load import load_recipe, recipe_text
 from dflash_lightning.recipe_make import make
@@ -22,11 +22,11 @@ __all__ = [
     "Suggested",
     "build_recipe",
     "check_recipe",
+    "data_files",
     "list_faults",
     "load_recipe",
     "make_target",
     "recipe_text",
-    "resolve_file",
 ]
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,12 @@ from lightning.pytorch import Callback, LightningDataModule, Trainer
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
+from dflash_lightning.data.rows import find_file
 from dflash_lightning.module import DraftModule
-from dflash_lightning.recipe_faults import Fault, hint_for
+from dflash_lightning.recipe_faults import Fault, hint_for, split_message
 from dflash_lightning.recipe_hints import advice, describe, fits, hints_of, is_settings_class
 from dflash_lightning.recipe_make import locate, make
+from dflash_lightning.target.load import locate as locate_target
 
 
 @dataclass(frozen=True)
@@ -40,24 +41,6 @@ class _Unknown:
 UNKNOWN = _Unknown()
 # Keys that hold file names: they are looked up relative to the working folder before anything is loaded.
 _FILE_KEYS = ("data.train", "data.validation", "callbacks.*.prompts")
-PACKAGE = "package://"
-
-
-def resolve_file(name: str) -> Path:
-    """The file that ``name`` means: a path relative to the working folder, or ``package://<python package>/<file>``.
-
-    The package is located, never imported.
-
-    Raises:
-        ValueError: the package is not installed.
-    """
-    if not name.startswith(PACKAGE):
-        return Path(name).expanduser()
-    package, _, rest = name.removeprefix(PACKAGE).partition("/")
-    spec = find_spec(package)
-    if spec is None or not spec.submodule_search_locations:
-        raise ValueError(f"{name}: the package {package!r} is not installed. Run: pip install --no-deps {package}")
-    return Path(next(iter(spec.submodule_search_locations))) / rest
 
 
 def list_faults(cfg: DictConfig) -> list[Fault]:
@@ -119,6 +102,7 @@ def _check_tree(tree: dict[str, Any]) -> Iterator[Fault]:
         elif key in tree:
             yield from _check_value(tree[key], hint, key)
     yield from _check_suggested(tree.get("target"))
+    yield from _check_monitors(tree.get("callbacks"))
     yield from _check_files(tree)
 
 
@@ -147,6 +131,9 @@ def _check_value(value: Any, hint: Any, where: str) -> Iterator[Fault]:
         )
     elif _holds_unknown(value):
         return
+    elif isinstance(value, list) and any(isinstance(item, dict) and "_target_" in item for item in value):
+        for i, item in enumerate(value):
+            yield from _check_value(item, Any, f"{where}[{i}]")
     elif value == "None" or not fits(value, hint):
         kind = type(value).__name__
         yield Fault(
@@ -171,7 +158,7 @@ def _check_node(node: dict[str, Any], hint: Any, where: str) -> Iterator[Fault]:
     try:
         function = locate(path)
     except ValueError as error:
-        yield Fault(f"{where}._target_", f"{path!r} does not import ({error})", "Write package.module.Class of a class")
+        yield Fault(f"{where}._target_", f"{path!r} does not import ({error})", "Give the dotted path of a class that can be imported")
         return
     made = function if inspect.isclass(function) else hints_of(function).get("return", Any)
     if is_settings_class(hint) and is_settings_class(made) and not issubclass(made, hint):
@@ -211,11 +198,20 @@ _CHEAP = ("block", "conditioning", "drafter", "head", "loss", "optim", "decoding
 
 
 def _check_construction(node: dict[str, Any], where: str) -> Iterator[Fault]:
-    try:
-        make(node)
-    except ValueError as error:
-        what, _, do = str(error).removeprefix(f"{where}.").partition(". ")
-        yield Fault(where, what.rstrip("."), do.rstrip(".") or "See its class")
+    yield from _check_found(lambda: make(node), where)
+
+
+def _check_monitors(callbacks: Any) -> Iterator[Fault]:
+    """A checkpoint that follows a decoding metric needs somebody who decodes; Lightning would say so after an epoch."""
+    nodes = {k: v for k, v in callbacks.items() if isinstance(v, dict)} if isinstance(callbacks, dict) else {}
+    if any(str(node.get("_target_")).endswith("SpeculativeEval") for node in nodes.values()):
+        return
+    for name, node in nodes.items():
+        if str(node.get("monitor")).startswith("decode/"):
+            what = f"{node['monitor']!r} is never measured: no callback is a SpeculativeEval"
+            yield Fault(
+                f"callbacks.{name}.monitor", what, "Add speculative_eval, or choose callbacks=[checkpoint_last]"
+            )
 
 
 def _check_suggested(target: Any) -> Iterator[Fault]:
@@ -230,15 +226,33 @@ def _check_suggested(target: Any) -> Iterator[Fault]:
             yield from _check_value(value, known[key], at)
 
 
-def _check_files(tree: dict[str, Any]) -> Iterator[Fault]:
+def data_files(cfg: DictConfig) -> dict[str, Path]:
+    """Files that a checked recipe reads, by the key that names them (``data.train``; ``data.train[1]`` in a list)."""
+    tree = OmegaConf.to_container(cfg, resolve=True)
+    return {where: find_file(name, setting=where) for where, name in _file_names(tree)}
+
+
+def _file_names(tree: Any) -> Iterator[tuple[str, str]]:
     for pattern in _FILE_KEYS:
         for where, value in _select(tree, pattern.split("."), ""):
-            for name in value if isinstance(value, list) else [value]:
-                if isinstance(name, str):
-                    yield from _check_file(name, where)
-    source = tree["target"].get("source") if isinstance(tree.get("target"), dict) else None
-    if isinstance(source, str) and (source.startswith((PACKAGE, "/", "./", "../", "~")) or source.endswith(".gguf")):
-        yield from _check_file(source, "target.source")
+            names = {f"{where}[{i}]": v for i, v in enumerate(value)} if isinstance(value, list) else {where: value}
+            yield from ((at, name) for at, name in names.items() if isinstance(name, str))
+
+
+def _check_files(tree: dict[str, Any]) -> Iterator[Fault]:
+    for where, name in _file_names(tree):
+        yield from _check_found(lambda name=name, where=where: find_file(name, setting=where), where)
+    target = tree.get("target")
+    source = target.get("source") if isinstance(target, dict) else None
+    if isinstance(source, str):
+        yield from _check_found(lambda: locate_target(source), "target.source")
+
+
+def _check_found(look: Callable[[], Any], where: str) -> Iterator[Fault]:
+    try:
+        look()
+    except ValueError as error:
+        yield split_message(str(error), where)
 
 
 def _select(node: Any, parts: list[str], where: str) -> Iterator[tuple[str, Any]]:
@@ -247,14 +261,3 @@ def _select(node: Any, parts: list[str], where: str) -> Iterator[tuple[str, Any]
     elif isinstance(node, dict):
         for key in node if parts[0] == "*" else [parts[0]] if parts[0] in node else []:
             yield from _select(node[key], parts[1:], f"{where}.{key}" if where else key)
-
-
-def _check_file(name: str, where: str) -> Iterator[Fault]:
-    try:
-        path = resolve_file(name)
-    except ValueError as error:
-        what, _, do = str(error).partition(". ")
-        yield Fault(where, what, do)
-        return
-    if not path.exists():
-        yield Fault(where, f"there is no file {name!r}", f"Looked at {path.absolute()}; give an existing path")

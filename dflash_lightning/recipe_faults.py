@@ -34,3 +34,12 @@ def hint_for(name: str, known: Iterable[str]) -> str:
     near = get_close_matches(name, known, n=1, cutoff=0.5)
     guess = f"Did you mean {near[0]!r}? " if near else ""
     return f"{guess}Allowed: {', '.join(known) if known else 'nothing'}"
+
+
+def split_message(message: str, where: str) -> Fault:
+    """A constructor's own error as a fault: the first sentence is what is wrong, the rest what to do."""
+    what, _, do = message.partition(". ")
+    key, colon, rest = what.partition(": ")
+    if colon and " " not in key:  # the message names its key itself
+        where, what = (key if "." in key else where), rest
+    return Fault(where, what.rstrip("."), do.rstrip(".") or "Change it")

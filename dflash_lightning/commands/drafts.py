@@ -1,0 +1,110 @@
+"""Finds the drafter and the target that ``--draft`` and ``--target`` mean."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+
+from dflash_lightning.draft_config import DraftConfig
+from dflash_lightning.model import DraftModel, load_draft
+from dflash_lightning.recipe import load_recipe, make_target
+from dflash_lightning.recipe_load import RECIPE_FILE
+from dflash_lightning.run import RunFolder
+from dflash_lightning.target import FrozenTarget
+
+
+@dataclass(frozen=True)
+class FoundDraft:
+    """A drafter, where it was read, and the recipe of its run (empty for an exported folder)."""
+
+    model: DraftModel
+    source: Path
+    recipe: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def chat_template_kwargs(self) -> dict[str, Any]:
+        """What the drafter's training rows were rendered with; prompts must be rendered alike."""
+        return self.recipe.get("data", {}).get("chat_template_kwargs") or {}
+
+
+def find_draft(path: str) -> FoundDraft:
+    """The drafter at a run folder (its best checkpoint, else the last), a checkpoint file or an exported folder.
+
+    Raises:
+        ValueError: there is none; says what was looked for.
+    """
+    place = Path(path).expanduser()
+    if place.is_file():
+        return FoundDraft(_read_checkpoint(place), place, _recipe_above(place))
+    if not place.is_dir():
+        raise ValueError(f"--draft: there is no {path}. Give a run folder, a checkpoint file or an exported folder.")
+    run = RunFolder(place)
+    if run.recipe.exists():
+        for checkpoint in (run.best, run.last):
+            if checkpoint.exists():
+                return FoundDraft(_read_checkpoint(checkpoint), checkpoint, _recipe_above(checkpoint))
+        raise ValueError(f"--draft: {path} is a run without a checkpoint. Train it: dflash fit {run.recipe}.")
+    if (place / "config.json").exists():
+        return FoundDraft(load_draft(place), place)
+    raise ValueError(f"--draft: {path} has neither {RECIPE_FILE} (a run) nor config.json (an exported drafter).")
+
+
+def _read_checkpoint(file: Path) -> DraftModel:
+    checkpoint = torch.load(file, map_location="cpu", weights_only=True)
+    if "draft_config" not in checkpoint:
+        raise ValueError(
+            f"--draft: {file} is no checkpoint of a drafter (it has no draft_config, only {list(checkpoint)})."
+        )
+    model = DraftModel(DraftConfig.from_dict(checkpoint["draft_config"]))
+    prefix = "model."
+    state = {k.removeprefix(prefix): v for k, v in checkpoint["state_dict"].items() if k.startswith(prefix)}
+    model.load_state_dict(state)
+    return model.eval()
+
+
+def _recipe_above(checkpoint: Path) -> dict[str, Any]:
+    for folder in checkpoint.resolve().parents[:2]:
+        if (folder / RECIPE_FILE).exists():
+            recipe = OmegaConf.to_container(OmegaConf.load(folder / RECIPE_FILE), resolve=True)
+            assert isinstance(recipe, dict)
+            return {str(key): value for key, value in recipe.items()}
+    return {}
+
+
+def open_target(name: str, *, device: str | None, dtype: str | None) -> FrozenTarget:
+    """The target that ``--target`` names: a target option, a path, a hub id or a GGUF file."""
+    node = OmegaConf.to_container(load_recipe("dflash", [f"target={name}"]).target, resolve=True)
+    return _open(node, device, dtype)
+
+
+def open_target_of(draft: FoundDraft, name: str | None, *, device: str | None, dtype: str | None) -> FrozenTarget:
+    """The target to decode with: ``name``, else the one of the drafter's run, else the one its config names.
+
+    Raises:
+        ValueError: the drafter was made for another target, or names none.
+    """
+    if name is not None:
+        target = open_target(name, device=device, dtype=dtype)
+    elif "target" in draft.recipe:
+        target = _open(draft.recipe["target"], device, dtype)
+    elif draft.model.config.target.get("name"):
+        target = open_target(draft.model.config.target["name"], device=device, dtype=dtype)
+    else:
+        raise ValueError(f"--target: {draft.source} does not say which target it was made for. Give --target.")
+    target.check_draft(draft.model.config)
+    draft.model.to(target.device)
+    return target
+
+
+def _open(node: Any, device: str | None, dtype: str | None) -> FrozenTarget:
+    """``device`` null means CUDA where there is one; a ``device_map`` of the recipe stays in force."""
+    settings = dict(node)
+    if dtype is not None:
+        settings["dtype"] = dtype
+    if device is not None or settings.get("device_map") is None:
+        settings["device"] = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    return make_target(settings)

@@ -1,0 +1,51 @@
+"""``dflash evaluate``: what a drafter is worth on held-out prompts, decoded for real."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from dflash_lightning.commands.drafts import find_draft, open_target_of
+from dflash_lightning.data import load_prompts, render_prompt
+from dflash_lightning.decoding import DecodingSettings
+from dflash_lightning.decoding.evaluation import Evaluator
+from dflash_lightning.run import versions
+
+
+def evaluate(args: argparse.Namespace) -> int:
+    """Print the figures, and write them to ``--json``."""
+    settings = settings_of(args)
+    prompts = load_prompts(args.prompts, limit=args.limit)
+    draft = find_draft(args.draft)
+    target = open_target_of(draft, args.target, device=args.device, dtype=args.dtype)
+    ids = [render_prompt(target.tokenizer, messages, **draft.chat_template_kwargs) for messages in prompts]
+    evaluation = Evaluator(target, draft.model, ids, settings, num_checked=len(ids))()
+    print(evaluation.table(f"{draft.source} on {args.prompts}"))
+    if args.json:
+        report: dict[str, Any] = {
+            **evaluation.summary(),
+            "prompts": len(ids),
+            "prompts_file": str(args.prompts),
+            "draft": str(draft.source),
+            "target": target.facts.name,
+            "dtype": str(target.dtype).removeprefix("torch."),
+            "decoding": vars(settings),
+            "versions": versions(),
+        }
+        Path(args.json).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+def settings_of(args: argparse.Namespace) -> DecodingSettings:
+    """Decoding as the command line asks for it."""
+    return DecodingSettings(
+        max_new_tokens=args.max_new_tokens,
+        batch_size=getattr(args, "batch_size", 1),
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        seed=args.seed,
+        compile=not args.eager,
+    )

@@ -1,0 +1,106 @@
+"""``dflash fit``: a recipe's run in its folder, from the start or from where it stopped."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.pytorch import Callback, LightningModule, Trainer
+from omegaconf import DictConfig
+
+from dflash_lightning.recipe import Parts, build_recipe, check_recipe, load_recipe
+from dflash_lightning.run import RunFolder
+
+# Lightning starts the other ranks of one machine as copies of this command: rank 0 tells them what it decided, because
+# the folder no longer looks the same by then.
+_RESUME = "DFLASH_RESUME_FROM"
+INTERRUPTED = 130
+
+
+def fit(recipe: str, overrides: Sequence[str], *, fresh: bool = False) -> int:
+    """Train, resume, or say that there is nothing left to do; the exit status.
+
+    Raises:
+        ValueError: the recipe has faults, or the run folder belongs to another run.
+    """
+    cfg = load_recipe(recipe, overrides)
+    check_recipe(cfg)
+    folder = RunFolder(Path(cfg.run_dir))
+    resume = _decide(folder, cfg, fresh)
+    if resume is None:
+        print(f"{folder.path} is finished: nothing to do. Train again with --fresh, or see it: {_next(folder)}")
+        return 0
+    parts = build_recipe(cfg)
+    if rank_zero_only.rank == 0:
+        folder.begin(cfg)
+        os.environ[_RESUME] = resume
+    print(f"run folder {folder.path}" + (f", resuming from {resume}" if resume else ""), flush=True)
+    started = _run(parts, folder, resume)
+    return INTERRUPTED if started is None else _conclude(parts, folder, started)
+
+
+def _decide(folder: RunFolder, cfg: DictConfig, fresh: bool) -> str | None:
+    """The checkpoint to resume from, "" to start anew, null when the run is finished."""
+    if _RESUME in os.environ and rank_zero_only.rank != 0:
+        return os.environ[_RESUME]
+    if fresh and rank_zero_only.rank != 0:
+        raise ValueError(
+            "--fresh: ranks started from outside cannot agree on it. Remove the run folder first."
+        )
+    if fresh and (aside := folder.set_aside()) is not None:
+        print(f"the earlier run is kept as {aside}")
+    folder.check_same_run(cfg)
+    if folder.finished:
+        return None
+    return str(folder.last) if folder.last.exists() else ""
+
+
+class _StartingStep(Callback):
+    """Notes the optimizer step at which this process began to train."""
+
+    step = 0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.step = trainer.global_step
+
+
+def _run(parts: Parts, folder: RunFolder, resume: str) -> int | None:
+    """Fit; the optimizer step it started from, or null when it was interrupted."""
+    begin = _StartingStep()
+    parts.trainer.callbacks.insert(0, begin)  # type: ignore[attr-defined]
+    try:
+        parts.trainer.fit(parts.module, datamodule=parts.data, ckpt_path=resume or None)
+    except (KeyboardInterrupt, SystemExit):  # Lightning ends the process on Ctrl-C and on SIGTERM
+        saved = f"{folder.last} is kept" if folder.last.exists() else "there is no checkpoint yet"
+        again = "goes on from there" if folder.last.exists() else "starts again"
+        print(f"\ninterrupted at step {parts.trainer.global_step}; {saved}. The same command {again}.", file=sys.stderr)
+        return None
+    return begin.step
+
+
+def _conclude(parts: Parts, folder: RunFolder, started: int) -> int:
+    """Refuse to call a run that trained nothing a success; mark it finished otherwise."""
+    steps = parts.trainer.global_step
+    changed = parts.module.changed_parameters() if steps > started else 0
+    problem = ""
+    if steps == 0:
+        problem = (
+            "no optimizer step was made. See trainer.max_epochs, trainer.max_steps and the data"
+        )
+    elif steps > started and changed == 0:
+        problem = f"{steps - started} optimizer steps changed no parameter of the drafter: see optim.lr and the loss"
+    if problem:
+        print(f"dflash: the run trained nothing: {problem}", file=sys.stderr)
+        return 1
+    if rank_zero_only.rank == 0:
+        tau = parts.trainer.callback_metrics.get("decode/tau")
+        folder.finish(optimizer_steps=steps, tau=None if tau is None else float(tau))
+        print(f"finished after {steps} optimizer steps. Next: {_next(folder)}")
+    return 0
+
+
+def _next(folder: RunFolder) -> str:
+    return f"dflash evaluate --draft {folder.path} --prompts FILE"

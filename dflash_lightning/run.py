@@ -1,0 +1,153 @@
+"""The run folder: which recipe a run is of, whether it is finished, and what to resume from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from dflash_lightning import __version__
+from dflash_lightning.recipe_check import data_files
+from dflash_lightning.recipe_load import RECIPE_FILE, recipe_text
+
+STATE_FILE = "run.json"
+LIBRARIES = ("torch", "lightning", "transformers", "tokenizers", "safetensors", "hydra-core", "omegaconf")
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """A folder with ``recipe.yaml`` (resolved), ``run.json`` (state, versions, digests), ``checkpoints/`` and logs."""
+
+    path: Path
+
+    @property
+    def last(self) -> Path:
+        """What an interrupted run resumes from."""
+        return self.path / "checkpoints" / "last.ckpt"
+
+    @property
+    def best(self) -> Path:
+        """The best checkpoint by tokens committed per round."""
+        return self.path / "checkpoints" / "best.ckpt"
+
+    @property
+    def recipe(self) -> Path:
+        return self.path / RECIPE_FILE
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """Content of ``run.json``; empty before the run has begun."""
+        file = self.path / STATE_FILE
+        return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+
+    @property
+    def finished(self) -> bool:
+        return bool(self.state.get("finished"))
+
+    def check_same_run(self, cfg: DictConfig) -> None:
+        """Refuse to go on in the folder of another run that has something to lose.
+
+        Raises:
+            ValueError: the folder holds other files, or a checkpoint of another recipe or of changed data; says which
+                keys and files differ.
+        """
+        if not self.recipe.exists():
+            if self.path.exists() and any(self.path.iterdir()):
+                raise ValueError(
+                    f"run_dir: {self.path} exists and is no run folder (it has no {RECIPE_FILE}). "
+                    "Choose another with run_dir=FOLDER."
+                )
+            return
+        if not self.last.exists() and not self.finished:
+            return  # it ended before its first checkpoint: nothing to lose
+        differing = [*_differences(OmegaConf.load(self.recipe), OmegaConf.create(recipe_text(cfg)))]
+        digests = self.state.get("data", {})
+        differing += [
+            f"{where}: the file's content has changed since"
+            for where, digest in _digests(cfg).items()
+            if digests.get(where, digest) != digest
+        ]
+        if differing:
+            listed = "\n".join(f"    {line}" for line in differing)
+            raise ValueError(
+                f"run_dir: {self.path} holds a run of another recipe:\n{listed}\n"
+                "  Choose another folder with run_dir=FOLDER, or start anew with --fresh (the earlier run is kept)."
+            )
+
+    def set_aside(self) -> Path | None:
+        """Rename an earlier run to ``<folder>.old-N``; null when there is none."""
+        if not self.recipe.exists():
+            return None
+        number = 1
+        while (aside := self.path.with_name(f"{self.path.name}.old-{number}")).exists():
+            number += 1
+        self.path.rename(aside)
+        return aside
+
+    def begin(self, cfg: DictConfig) -> None:
+        """Write the resolved recipe, versions and digests of the data files."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        text = f"# dflash-lightning {__version__}; again: dflash fit {self.recipe}\n{recipe_text(cfg)}"
+        _write(self.recipe, text)
+        self._write_state({"finished": False, "versions": versions(), "data": _digests(cfg)})
+
+    def finish(self, **facts: Any) -> None:
+        """Mark the run as finished; ``facts`` go into ``run.json``."""
+        self._write_state({**self.state, "finished": True, **facts})
+
+    def _write_state(self, state: dict[str, Any]) -> None:
+        _write(self.path / STATE_FILE, json.dumps(state, indent=2) + "\n")
+
+
+def versions() -> dict[str, str]:
+    """Versions of everything a result may depend on."""
+    found = {"dflash-lightning": __version__, "python": platform.python_version(), "platform": platform.platform()}
+    for name in LIBRARIES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _digests(cfg: DictConfig) -> dict[str, str]:
+    digests = {}
+    for where, path in data_files(cfg).items():
+        with path.open("rb") as file:
+            digest = hashlib.sha256()
+            while piece := file.read(1 << 20):
+                digest.update(piece)
+        digests[where] = digest.hexdigest()
+    return digests
+
+
+def _differences(theirs: Any, ours: Any) -> Iterator[str]:
+    """``key: value in the folder, value asked for``, one line per leaf that differs."""
+    absent = "absent"
+    old, new = dict(_leaves(theirs)), dict(_leaves(ours))
+    for key in sorted(old.keys() | new.keys()):
+        if old.get(key, absent) != new.get(key, absent):
+            yield f"{key}: {old.get(key, absent)!r} there, {new.get(key, absent)!r} now"
+
+
+def _leaves(tree: Any, where: str = "") -> Iterator[tuple[str, Any]]:
+    plain = OmegaConf.to_container(tree, resolve=False) if OmegaConf.is_config(tree) else tree
+    if isinstance(plain, dict):
+        for key, value in plain.items():
+            yield from _leaves(value, f"{where}.{key}" if where else str(key))
+    else:
+        yield where, plain
+
+
+def _write(path: Path, text: str) -> None:
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)

@@ -1,0 +1,309 @@
+"""Recipes load, check and round-trip; every fault is reported, all at once, with the way out."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from omegaconf import OmegaConf
+
+from dflash_lightning.recipe import RecipeError, build_recipe, check_recipe, load_recipe, recipe_text
+from dflash_lightning.recipe_hints import advice, describe, fits
+from dflash_lightning.recipe_load import group_options, recipe_names, recipes_folder, summary_of
+
+RECIPES = recipe_names()
+OPTIONS = [(group, option) for group, options in group_options().items() for option in options]
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[str]:
+    """Overrides that fill what recipes leave open: a target folder, training rows, prompts."""
+    rows = tmp_path / "rows.jsonl"
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello there, friend"}]
+    rows.write_text(json.dumps({"messages": messages}) + "\n")
+    (tmp_path / "target").mkdir()
+    return [
+        f"target.source={tmp_path / 'target'}",
+        f"data.train={rows}",
+        f"callbacks.speculative_eval.prompts={rows}",
+        f"run_dir={tmp_path / 'run'}",
+    ]
+
+
+def _faults(recipe: str, overrides: list[str]) -> str:
+    with pytest.raises(RecipeError) as caught:
+        check_recipe(load_recipe(recipe, overrides))
+    return str(caught.value)
+
+
+# -- what is shipped --------------------------------------------------------------------------------------------------
+
+
+def test_the_shipped_recipes_are_found() -> None:
+    assert {"dflash", "quickstart", "smoke"} <= set(RECIPES)
+    assert len(OPTIONS) > 15
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipe_opens_with_paper_purpose_and_command(name: str) -> None:
+    head = (recipes_folder() / f"{name}.yaml").read_text().split("defaults:")[0]
+    assert re.search(r"arXiv \d{4}\.\d{5}|DFlash recipe", head)
+    assert f"dflash fit {name}" in head
+
+
+@pytest.mark.parametrize(("group", "option"), OPTIONS)
+def test_option_says_what_it_is(group: str, option: str) -> None:
+    assert len(summary_of(recipes_folder() / group / f"{option}.yaml")) > 10
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipe_checks(name: str, files: list[str]) -> None:
+    check_recipe(load_recipe(name, files))
+
+
+@pytest.mark.parametrize(("group", "option"), [(g, o) for g, o in OPTIONS if g != "callbacks"])
+def test_every_option_checks_in_the_base_recipe(group: str, option: str, files: list[str]) -> None:
+    check_recipe(load_recipe("dflash", [f"{group}={option}", *files]))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_shown_recipe_loads_to_an_equal_one(name: str, files: list[str], tmp_path: Path) -> None:
+    cfg = load_recipe(name, [*files, "data.chat_template_kwargs={mode: '1e-4', flag: 'off'}", "seed=7"])
+    shown = tmp_path / "shown.yaml"
+    shown.write_text(recipe_text(cfg))
+    again = load_recipe(str(shown))
+    assert recipe_text(again) == shown.read_text()
+    expected, got = (OmegaConf.to_container(c, resolve=True) for c in (cfg, again))
+    expected["target"].pop("suggested", None)  # has gone into the settings that read it
+    assert got == expected
+    assert got["data"]["chat_template_kwargs"] == {"mode": "1e-4", "flag": "off"}  # text stays text (F113)
+    check_recipe(again)
+
+
+def test_paper_settings_of_the_base_recipe() -> None:
+    """DFlash sec. 7.1, and what differs by target."""
+    cfg = load_recipe("dflash")
+    assert (cfg.block.block_size, cfg.block.num_anchors, cfg.drafter.num_layers) == (16, 512, 5)
+    assert (cfg.conditioning.num_features, cfg.loss.cross_entropy.decay, cfg.optim.lr) == (5, 7.0, 6e-4)
+    assert (cfg.trainer.gradient_clip_val, cfg.optim.warmup_fraction, cfg.trainer.max_epochs) == (1.0, 0.04, 6)
+    assert cfg.data.max_length == 3072
+    llama = load_recipe("dflash", ["target=llama31_8b"])
+    assert (llama.block.block_size, llama.loss.cross_entropy.decay) == (10, 5.0)
+    coder = load_recipe("dflash", ["target=qwen3_coder_30b"])
+    assert (coder.drafter.num_layers, coder.data.max_length) == (8, 4096)
+
+
+# -- loading ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_in_any_folder_derives_from_a_shipped_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "my recipes"
+    (folder / "optim").mkdir(parents=True)
+    (folder / "optim" / "mine.yaml").write_text("defaults: [adamw, _self_]\nlr: 3e-4\n")
+    (folder / "mine.yaml").write_text("defaults: [dflash, override optim: mine, _self_]\nseed: 3\n")
+    monkeypatch.chdir(tmp_path)
+    cfg = load_recipe("my recipes/mine.yaml", ["drafter=warm_start"])
+    assert (cfg.optim.lr, cfg.seed, cfg.drafter.init_from_target) == (3e-4, 3, True)
+    assert (cfg.name, cfg.run_dir) == ("mine", "runs/mine")
+
+
+def test_a_run_folder_is_a_recipe(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text(recipe_text(load_recipe("quickstart", ["seed=5"])))
+    assert load_recipe(str(tmp_path), ["optim.lr=1"]).seed == 5
+
+
+@pytest.mark.parametrize("source", ["Qwen/Qwen3-1.7B", "/models/a b=c, [d]", "./x.gguf"])
+def test_target_takes_a_path_or_hub_id_in_place_of_an_option(source: str) -> None:
+    cfg = load_recipe("dflash", [f"target={source}"])
+    assert cfg.target.source == source
+    assert cfg.block.block_size == 16
+
+
+def test_swapping_an_option_leaves_nothing_of_the_old_one(tmp_path: Path) -> None:
+    """F112: Hydra merges an overriding group into what a recipe says of the old one; then it is reported."""
+    (tmp_path / "drafter").mkdir()
+    (tmp_path / "drafter" / "other.yaml").write_text("_target_: dflash_lightning.drafter.BlockTransformer\n")
+    (tmp_path / "mine.yaml").write_text("defaults: [quickstart, override drafter: other, _self_]\n")
+    assert dict(load_recipe(str(tmp_path / "mine.yaml")).drafter) == {
+        "_target_": "dflash_lightning.drafter.BlockTransformer"
+    }
+
+
+def test_unknown_recipe_names_the_nearest() -> None:
+    with pytest.raises(RecipeError, match=r"quikstart: no recipe of that name is shipped. Did you mean 'quickstart'\?"):
+        load_recipe("quikstart")
+
+
+def test_missing_file_is_named() -> None:
+    with pytest.raises(RecipeError, match=r"nowhere/mine\.yaml: no such file"):
+        load_recipe("nowhere/mine.yaml")
+
+
+def test_all_faults_of_a_command_line_are_reported_at_once() -> None:
+    overrides = ["lr", "target=qwen3_4bb", "seed=1,2", "loss=nope", "optim=adam"]
+    with pytest.raises(RecipeError, match="5 faults in dflash") as caught:
+        load_recipe("dflash", overrides)
+    text = str(caught.value)
+    assert "lr: cannot be read as an override" in text
+    assert "target=qwen3_4bb: no such option, and no such path. Did you mean 'qwen3_4b'?" in text
+    assert "seed=1,2: names several values" in text
+    assert "loss=nope: no such option. Allowed: cross_entropy" in text
+    assert "optim=adam: no such option. Did you mean 'adamw'?" in text
+
+
+def test_numbers_that_yaml_reads_as_others_are_refused(tmp_path: Path) -> None:
+    """T09: 1:00:00:00 is 216000 and 0010 is 8 in YAML 1.1; 6e-4 is a number here."""
+    file = tmp_path / "mine.yaml"
+    file.write_text("defaults: [dflash, _self_]\ntrainer:\n  max_time: 1:00:00:00\n  max_epochs: 0010\n")
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(str(file))
+    assert "mine.yaml:3: YAML reads 1:00:00:00 as 216000" in str(caught.value)
+    assert "mine.yaml:4: YAML reads 0010 as 8" in str(caught.value)
+    file.write_text('defaults: [dflash, _self_]\ntrainer: {max_time: "1:00:00:00"}\noptim: {lr: 6e-4}\n')
+    cfg = load_recipe(str(file))
+    assert (cfg.trainer.max_time, cfg.optim.lr) == ("1:00:00:00", 6e-4)
+
+
+def test_broken_yaml_names_the_place(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("defaults: [dflash\nseed: 3\n")
+    with pytest.raises(RecipeError, match=r"is no valid YAML .*line 2"):
+        load_recipe(str(tmp_path / "mine.yaml"))
+
+
+# -- checking ---------------------------------------------------------------------------------------------------------
+
+
+def test_every_fault_is_reported_at_once(files: list[str]) -> None:
+    text = _faults(
+        "smoke",
+        [
+            *files,
+            "optim.learning_rte=1e-3",
+            "optim.lr=abc",
+            "trainer.max_time=216000",
+            "block._target_=dflash_lightning.block.Anchord",
+            "draftr.num_layers=3",
+            "data.limit='5'",
+            "callbacks.speculative_eval.lossless_prompts=2.5",
+        ],
+    )
+    assert text.startswith("7 faults in recipe 'smoke'")
+    assert "optim.learning_rte: unknown key of dflash_lightning.module.OptimSettings. Allowed: betas" in text
+    assert "optim.lr: 'abc' (str) does not fit; allowed: number. Write a number, e.g. 6e-4." in text
+    assert "trainer.max_time: 216000 (int) does not fit" in text and '"DD:HH:MM:SS"' in text
+    assert "block._target_: 'dflash_lightning.block.Anchord' does not import" in text and "but 'Anchored'" in text
+    assert "draftr: unknown key. Did you mean 'drafter'?" in text
+    assert "data.limit: '5' (str) does not fit; allowed: whole number or null. Write it without quotes: 5." in text
+    assert "callbacks.speculative_eval.lossless_prompts: 2.5 (float) does not fit; allowed: whole number" in text
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.max_lenght=64", r"data\.max_lenght: unknown key of .*DraftData\. Did you mean 'max_length'\?"),
+        ("~data.train", r"data\.train: required by dflash_lightning\.data\.DraftData\. Set data\.train"),
+        ("data.train=???", r"data\.train: required, and the recipe leaves it open\. Add data\.train=VALUE"),
+        ("data.train=nowhere.jsonl", r"data\.train: nowhere\.jsonl is not a file"),
+        ("data.train=package://no_such_package/a.jsonl", r"data\.train: .*'no_such_package' is not installed"),
+        ("data.train=[nowhere.jsonl]", r"data\.train\[0\]: nowhere\.jsonl is not a file"),
+        ("callbacks.speculative_eval.prompts=gone.jsonl", r"callbacks\.speculative_eval\.prompts: gone\.jsonl is not"),
+        ("target.source=/no/such/model", r"target.*there is no file or folder /no/such/model"),
+        ("trainer.callbacks=[]", r"trainer\.callbacks: would be ignored.*name callbacks in the group callbacks"),
+        ("loss.other.decay=3", r"loss\.other: has no _target_, only \['decay'\]"),
+        (
+            "head._target_=dflash_lightning.block.Anchored",
+            r"head\._target_: .* makes a Anchored\. head takes a DraftHead",
+        ),
+        ("drafter=null", r"drafter: None is no Drafter\. Write a mapping with _target_"),
+        ("block.block_size=1", r"block\.block_size: 1 .*2 or more"),
+        ("optim.lr=0", r"optim\.lr: 0 does not move the weights"),
+        ("decoding.max_new_tokens=0", r"decoding\.max_new_tokens: 0 decodes nothing"),
+        ("optim.betas=[0.9]", r"optim\.betas: \[0\.9\] \(list\) does not fit; allowed: list of 2: number, number"),
+        ("trainer.max_epochs=1e4", r"trainer\.max_epochs: 10000\.0 \(float\) does not fit.*Write 10000\."),
+        (
+            "data.packing=off",
+            r"data\.packing: 'off' \(str\) does not fit; allowed: true or false\. Write true or false",
+        ),
+        ("init_from=None", r"init_from: 'None' \(str\) does not fit.*write null"),
+        ("seed=${nope.seed}", r"seed: '\$\{nope\.seed\}' cannot be resolved.*Set it: seed=VALUE"),
+        ("target.suggested.blocksize=4", r"target\.suggested\.blocksize: unknown key\. Did you mean 'block_size'\?"),
+        ("~callbacks.speculative_eval", r"callbacks\.best\.monitor: 'decode/tau' is never measured"),
+        (
+            "trainer.plugins=[{_target_: no.such.Plugin}]",
+            r"trainer\.plugins\[0\]\._target_: 'no\.such\.Plugin' does not",
+        ),
+        ("~optim", r"optim: missing"),
+    ],
+)
+def test_fault_says_where_what_and_what_to_do(override: str, message: str, files: list[str]) -> None:
+    with pytest.raises(RecipeError, match=re.compile(message, re.DOTALL | re.IGNORECASE)):
+        check_recipe(load_recipe("smoke", [*files, override]))
+
+
+def test_recipe_that_leaves_data_open_names_both_keys() -> None:
+    text = _faults("dflash", ["target=custom"])
+    for key in ("target.source", "data.train", "callbacks.speculative_eval.prompts"):
+        assert f"{key}: required, and the recipe leaves it open. Add {key}=VALUE to the command" in text
+
+
+@pytest.mark.parametrize(
+    ("value", "hint", "expected"),
+    [
+        (1, float, True),
+        (1.0, int, False),
+        (True, int, False),
+        (True, float, False),
+        ("1e-4", float, False),
+        (None, int | None, True),
+        ("ram", Literal["ram"] | None, True),
+        ("rom", Literal["ram"] | None, False),
+        (1, Literal[True], False),
+        (216000, str | timedelta | dict[str, int] | None, False),
+        ([0.9, 0.95], tuple[float, float], True),
+        ([0.9], tuple[float, float], False),
+        ([1, 2], tuple[int, ...], True),
+        ([1, "2"], list[int], False),
+        ("text", list[str], False),
+        ({"a": 1}, dict[str, int], True),
+        ({"a": "1"}, dict[str, int], False),
+        ("anything", Any, True),
+        ("a", Path, True),
+        ({}, Callable, False),
+    ],
+)
+def test_values_fit_their_hints(value: Any, hint: Any, expected: bool) -> None:
+    assert fits(value, hint) is expected
+
+
+def test_hints_are_put_in_words() -> None:
+    assert describe(float | None) == "number or null"
+    assert describe(tuple[float, float]) == "list of 2: number, number"
+    assert describe(Literal["a", "b"]) == "one of 'a', 'b'"
+    assert advice("6e-4", float) == "write it without quotes: 6e-4"
+    assert advice("None", int | None) == "'None' is text in YAML: write null"
+
+
+# -- building ---------------------------------------------------------------------------------------------------------
+
+
+def test_building_makes_the_target_once_and_hands_it_over(
+    files: list[str], monkeypatch: pytest.MonkeyPatch, make_target: Callable[..., Any]
+) -> None:
+    made: list[Any] = []
+
+    def load(source: str, *, dtype: str = "float32") -> Any:
+        made.append(make_target("llama"))
+        return made[-1]
+
+    monkeypatch.setattr("dflash_lightning.target.load_target", load)
+    parts = build_recipe(load_recipe("smoke", files))
+    assert len(made) == 1
+    assert parts.module.target is parts.data.target is parts.target is made[0]
+    names = [type(callback).__name__ for callback in parts.trainer.callbacks]
+    assert names.count("ModelCheckpoint") == 2 and "SpeculativeEval" in names
+    assert parts.trainer.max_epochs == 2
