@@ -1,0 +1,186 @@
+"""Speculative decoding of a target with a drafter: the assembled parts, checked once."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+
+from dflash_lightning.decoding.builder import BestChain, DraftBuilder, SampledChain
+from dflash_lightning.decoding.draft_proposer import DraftProposer
+from dflash_lightning.decoding.loop import OnRound, Parts, check_compatible, decode_batch
+from dflash_lightning.decoding.noise import Noise
+from dflash_lightning.decoding.proposer import NoDrafts, Proposer
+from dflash_lightning.decoding.sampling import Sampler, SamplingSpec
+from dflash_lightning.decoding.stats import DecodeStats
+from dflash_lightning.decoding.types import Generation
+from dflash_lightning.decoding.verify import MatchVerifier, TokenVerifier, Verifier
+from dflash_lightning.model import DraftModel
+from dflash_lightning.target import FrozenTarget, TargetAdapter
+
+VerifierName = Literal["auto", "greedy", "match", "token"]
+
+
+@dataclass
+class DecodeResult:
+    """Generations in the order of the prompts, and the sums over all of them."""
+
+    generations: list[Generation]
+    stats: DecodeStats
+
+
+class SpeculativeDecoder:
+    """Decodes a target faster than it can itself, without changing what it says.
+
+    ``draft`` null decodes plainly through the same loop: the baseline of every speed-up, and of every losslessness
+    check. ``verifier``: ``greedy`` (longest match, temperature 0), ``match`` (argmax drafts against the target's own
+    draws; equal to plain decoding token for token, also above 0), ``token`` (sampled drafts and rejection; accepts
+    more above 0); ``auto`` is ``greedy`` at temperature 0 and ``token`` above. Buffers hold ``batch_size`` rows of
+    ``max_length`` tokens, prompt included. The drafter is copied at the start of every ``decode``: training it further
+    needs no call here, and decoding changes nothing about it (weights, gradients, modes), nor any random state.
+    """
+
+    def __init__(
+        self,
+        target: FrozenTarget,
+        draft: DraftModel | None,
+        *,
+        sampling: SamplingSpec = SamplingSpec(),  # noqa: B008 (frozen)
+        verifier: VerifierName = "auto",
+        max_length: int,
+        batch_size: int = 1,
+        compile: bool = True,
+        packed: bool = True,
+    ) -> None:
+        name = _resolve(verifier, sampling)
+        self.target = target
+        self.max_length = max_length
+        self.batch_size = batch_size
+        sampler = Sampler(sampling, Noise(sampling.seed))
+        by_rejection = name == "token" and draft is not None
+        with _plain_mode(target.device):
+            self.proposer: Proposer = NoDrafts()
+            if draft is not None:
+                self.proposer = DraftProposer(
+                    target,
+                    draft,
+                    batch_size=batch_size,
+                    max_length=max_length,
+                    with_logits=by_rejection,
+                    compile=compile,
+                )
+            judge: Verifier = TokenVerifier(sampler) if by_rejection else MatchVerifier(sampler)
+            builder: DraftBuilder = SampledChain(sampler, target.facts.vocab_size) if by_rejection else BestChain()
+            adapter = TargetAdapter(target, self.proposer.required(), packed=packed)
+        self.parts = Parts(adapter, self.proposer, builder, judge)
+        check_compatible(self.parts)
+
+    @property
+    def compile_count(self) -> int:
+        """Graphs compiled so far; constant after the first ``decode``."""
+        return self.proposer.graphs.count if isinstance(self.proposer, DraftProposer) else 0
+
+    def refresh(self) -> None:
+        """Take the drafter's weights as they are now; ``decode`` does so itself."""
+        if isinstance(self.proposer, DraftProposer):
+            with _plain_mode(self.target.device):
+                self.proposer.refresh()
+
+    def warm_up(self) -> None:
+        """Compile what will be compiled, if it is not yet; ``decode`` does so itself, outside of its measurements."""
+        if isinstance(self.proposer, DraftProposer):
+            with _plain_mode(self.target.device):
+                self.proposer.warm_up()
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether outputs equal plain decoding's token for token; by rejection they are only distributed alike."""
+        return isinstance(self.parts.verifier, MatchVerifier) or self.parts.verifier.sampler.spec.greedy
+
+    def decode(
+        self,
+        prompts: Sequence[list[int]],
+        *,
+        max_new_tokens: int,
+        stop_ids: Collection[int],
+        request_ids: Sequence[int] | None = None,
+        on_round: OnRound | None = None,
+    ) -> DecodeResult:
+        """Continue every prompt, ``batch_size`` at a time.
+
+        ``request_ids`` (default: the prompts' indices) key the randomness, so a request gets the same tokens in any
+        batch. ``on_round(request id, new tokens, drafted flags)`` hears of tokens as they are committed.
+
+        Raises:
+            ValueError: a prompt is empty, or too long (with ``max_new_tokens``) for buffers or target.
+        """
+        requests = list(request_ids) if request_ids is not None else list(range(len(prompts)))
+        self._check(prompts, requests, max_new_tokens)
+        self.refresh()
+        self.warm_up()
+        stats = DecodeStats(self.proposer.num_drafts)
+        generations: list[Generation] = []
+        with _plain_mode(self.target.device):
+            for begin in range(0, len(prompts), self.batch_size):
+                some = slice(begin, begin + self.batch_size)
+                generations += decode_batch(
+                    self.parts,
+                    prompts[some],
+                    requests[some],
+                    max_new_tokens=max_new_tokens,
+                    stop_ids=stop_ids,
+                    stats=stats,
+                    on_round=on_round,
+                )
+        return DecodeResult(generations, stats)
+
+    def _check(self, prompts: Sequence[list[int]], requests: list[int], max_new_tokens: int) -> None:
+        if max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens: {max_new_tokens} decodes nothing. Use 1 or more.")
+        if len(requests) != len(prompts) or len(set(requests)) != len(requests):
+            raise ValueError(
+                f"request_ids: {len(requests)} ids ({len(set(requests))} different) for {len(prompts)} prompts. "
+                "Give one id per prompt, no two equal: they key the randomness."
+            )
+        positions = self.target.facts.max_positions
+        for i, prompt in enumerate(prompts):
+            if not prompt:
+                raise ValueError(f"prompts[{i}] is empty. Give at least one token, for example the bos token.")
+            needed = len(prompt) + max_new_tokens
+            if needed > self.max_length:
+                raise ValueError(
+                    f"prompts[{i}]: {len(prompt)} tokens and max_new_tokens={max_new_tokens} need {needed} rows, but "
+                    f"the decoder was made for max_length={self.max_length}. "
+                    "Shorten the prompt, lower max_new_tokens or raise max_length."
+                )
+            last = needed + max(self.proposer.num_drafts - 1, 0)
+            if last > positions:
+                raise ValueError(
+                    f"prompts[{i}]: {len(prompt)} tokens, max_new_tokens={max_new_tokens} and the drafts behind "
+                    f"the last token reach position {last - 1}, but {self.target.facts.name} has {positions}. "
+                    f"Shorten the prompt or lower max_new_tokens by {last - positions}."
+                )
+
+
+def _resolve(name: VerifierName, sampling: SamplingSpec) -> VerifierName:
+    if name not in get_args(VerifierName):
+        raise ValueError(f"decoding.verifier: {name!r} is unknown. Use one of {list(get_args(VerifierName))}.")
+    if name == "auto":
+        return "greedy" if sampling.greedy else "token"
+    if name == "greedy" and not sampling.greedy:
+        raise ValueError(
+            f"decoding.verifier: 'greedy' at temperature {sampling.temperature} would ignore the temperature. "
+            "Use temperature 0, or verifier 'match' or 'token'."
+        )
+    return name
+
+
+@contextmanager
+def _plain_mode(device: torch.device) -> Iterator[None]:
+    """No gradients, no autocast and no inference mode, whatever the caller is in: buffers outlive the call, and a graph
+    compiled under one mode would be compiled again under another."""
+    with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
+        yield

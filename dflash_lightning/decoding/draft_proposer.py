@@ -1,0 +1,137 @@
+"""The proposer that runs a trained drafter: one step takes in target features and drafts a block, in static shapes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch._dynamo.exc import BackendCompilerFailed
+
+from dflash_lightning.decoding.compiled import GraphCounter, warn_uncompiled
+from dflash_lightning.decoding.proposer import Proposer
+from dflash_lightning.decoding.types import Scores
+from dflash_lightning.model import DraftModel
+from dflash_lightning.target import FrozenTarget
+from dflash_lightning.types import FeatureSpec, TargetFeatures
+
+PROMPT_ROWS = 64
+
+
+class DraftProposer(Proposer):
+    """Drafts with a decode-only copy of ``draft``: the trained model is read by ``refresh`` and never touched.
+
+    The context is everything committed before the root. Prompts are taken in by chunks of ``PROMPT_ROWS``; a round
+    takes in what the target computed in the round before and drafts, in one step. Both are functions of static shape,
+    compiled once. Rows beyond the batch given to ``start`` are padding up to ``batch_size``.
+    """
+
+    def __init__(
+        self,
+        target: FrozenTarget,
+        draft: DraftModel,
+        *,
+        batch_size: int,
+        max_length: int,
+        with_logits: bool,
+        compile: bool,
+    ) -> None:
+        self.target = target
+        self.source = draft
+        self.batch_size = batch_size
+        self.with_logits = with_logits
+        self.num_drafts = draft.alignment.num_drafts
+        self.graphs = GraphCounter()
+        self.compiled = compile
+        self.model = _decode_copy(draft, target)
+        self.lm = self.model.head_of(target.lm)
+        self.cache = self.model.make_cache(batch_size=batch_size, max_length=max_length, chunk_rows=PROMPT_ROWS)
+        self._make_buffers()
+        self._absorb: Callable[..., None] | None = None
+        self._step: Callable[..., tuple[Tensor, Tensor | None]] | None = None
+
+    def required(self) -> FeatureSpec:
+        return self.source.required()
+
+    def _make_buffers(self) -> None:
+        """What the steps read, at fixed addresses: slot embeddings, feature rows and how many of them count."""
+        config, device = self.model.config, self.target.device
+        dtype = self.model.dtype
+        masks = torch.full((self.batch_size, config.block_size), config.mask_token_id, device=device)
+        self.slots = self.target.embed(masks).to(dtype).clone()
+        shape = len(self.required().layer_ids), config.target_hidden_size
+        self.prompt_rows = torch.zeros(self.batch_size, PROMPT_ROWS, *shape, dtype=dtype, device=device)
+        self.round_rows = torch.zeros(self.batch_size, self.num_drafts + 1, *shape, dtype=dtype, device=device)
+        self.keep = torch.zeros(self.batch_size, dtype=torch.long, device=device)
+
+    def refresh(self) -> None:
+        """Copy the weights of the drafter as it is now."""
+        for mine, theirs in zip(self.model.parameters(), self.source.parameters(), strict=True):
+            mine.copy_(theirs)
+
+    def warm_up(self) -> None:
+        """Make the graphs, if they are not there: seconds that belong to no measurement."""
+        if self._step is not None:
+            return
+        self.keep.zero_()
+        try:
+            self._make_steps()
+        except BackendCompilerFailed as error:
+            warn_uncompiled(error)
+            self.compiled = False
+            self._make_steps()
+
+    def _make_steps(self) -> None:
+        """Two functions of buffers; everything else they read is static too, weights and caches included."""
+        model, lm, cache = self.model, self.lm, self.cache
+        first_slot, with_logits = model.alignment.first_slot, self.with_logits
+
+        def absorb(rows: Tensor, keep: Tensor) -> None:
+            model.extend_cache(rows, keep, cache)
+
+        def step(slots: Tensor, rows: Tensor, keep: Tensor) -> tuple[Tensor, Tensor | None]:
+            hidden = model.draft_hidden(slots, rows, keep, cache)
+            logits = model.head.logits(hidden[:, first_slot:], lm)
+            best = logits.argmax(-1)
+            return (best if lm.ids is None else lm.ids[best]), (logits if with_logits else None)
+
+        self._absorb = self.graphs.compile(absorb) if self.compiled else absorb
+        self._step = self.graphs.compile(step) if self.compiled else step
+        self._absorb(self.prompt_rows, self.keep)
+        self._step(self.slots, self.round_rows, self.keep)
+
+    def start(self, features: TargetFeatures, lengths: Int[Tensor, " B"]) -> None:
+        assert self._absorb is not None, "warm_up comes before decoding"
+        self.cache.cursor.zero_()
+        hidden = features.select(self.required().layer_ids)
+        for begin in range(0, hidden.shape[1], PROMPT_ROWS):
+            self._load(
+                self.prompt_rows, hidden[:, begin : begin + PROMPT_ROWS], (lengths - begin).clamp(0, PROMPT_ROWS)
+            )
+            self._absorb(self.prompt_rows, self.keep)
+        self.keep.zero_()
+
+    def propose(self, roots: Int[Tensor, " B"]) -> Scores:
+        assert self._step is not None, "warm_up comes before decoding"
+        self.slots[: len(roots), 0].copy_(self.target.embed(roots))
+        best, logits = self._step(self.slots, self.round_rows, self.keep)
+        return Scores(best[: len(roots)], None if logits is None else logits[: len(roots)], self.lm.ids)
+
+    def ingest(self, features: TargetFeatures, keep: Int[Tensor, " B"]) -> None:
+        self._load(self.round_rows, features.select(self.required().layer_ids), keep)
+
+    def _load(self, rows: Tensor, hidden: Float[Tensor, "b r T Ht"], keep: Int[Tensor, " b"]) -> None:
+        """Put features where the next step reads them. What stands behind ``keep``, or in padding rows, is harmless."""
+        rows[: len(hidden), : hidden.shape[1]].copy_(hidden)
+        self.keep.zero_()
+        self.keep[: len(keep)].copy_(keep)
+
+
+def _decode_copy(draft: DraftModel, target: FrozenTarget) -> DraftModel:
+    """``draft`` in the target's dtype and on its device, without gradients. Buffers (rotary) keep their dtype."""
+    model = copy.deepcopy(draft).to(target.device).eval().requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(target.dtype)
+    return model

@@ -1,0 +1,240 @@
+"""Statistics of decoding, kept as sums so that batches, evaluations and ranks add up to the truth."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from dflash_lightning.decoding.types import Generation
+
+STAGES = ("prefill", "draft", "verify", "commit", "total")
+
+
+def _ratio(numerator: float, denominator: float) -> float:
+    """``numerator / denominator``, NaN where nothing was counted."""
+    return numerator / denominator if denominator else math.nan
+
+
+@dataclass
+class DecodeStats:
+    """Sums over requests and rounds; every figure is a property, a ratio of sums.
+
+    A *round* is one draft-and-verify of one request; a *cycle* is one pass of the loop over a batch, which all its
+    rounds share. *Whole* rounds are those that no stop token and no length limit cut: acceptance is measured on them
+    only, since a cut says nothing about the drafts behind it. The histogram counts whole rounds that verified all
+    ``num_drafts``. The first token of a request comes from the prefill: it is in ``generated`` and not in
+    ``committed``.
+    """
+
+    num_drafts: int
+    requests: int = 0
+    generated: int = 0
+    rounds: int = 0
+    committed: int = 0
+    drafted: int = 0
+    whole_rounds: int = 0
+    whole_accepted: int = 0
+    whole_drafted: int = 0
+    full_accepts: int = 0
+    cycles: int = 0
+    compiled_cycles: int = 0
+    drafted_requests: int = 0
+    request_tau_sum: float = 0.0
+    histogram: list[int] = field(default_factory=list)
+    at_risk: list[int] = field(default_factory=list)
+    stood: list[int] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=lambda: [0.0] * len(STAGES))
+    cpu_seconds: list[float] = field(default_factory=lambda: [0.0] * len(STAGES))
+
+    def __post_init__(self) -> None:
+        self.histogram = self.histogram or [0] * (self.num_drafts + 1)
+        self.at_risk = self.at_risk or [0] * self.num_drafts
+        self.stood = self.stood or [0] * self.num_drafts
+
+    def add_round(self, *, width: int, accepted: int, committed: int) -> None:
+        """Count a round: ``width`` drafts verified, ``accepted`` of them, ``committed`` tokens added after cuts."""
+        self.rounds += 1
+        self.committed += committed
+        self.drafted += width
+        if committed < accepted + 1:
+            return
+        self.whole_rounds += 1
+        self.whole_accepted += accepted
+        self.whole_drafted += width
+        self.full_accepts += accepted == width
+        if width == self.num_drafts:
+            self.histogram[accepted] += 1
+        for k in range(min(accepted + 1, width)):
+            self.at_risk[k] += 1
+            self.stood[k] += k < accepted
+
+    def add_request(self, generation: Generation) -> None:
+        """Count a finished request."""
+        assert 1 + sum(generation.committed) == len(generation.output_ids), "tokens were counted twice or not at all"
+        self.requests += 1
+        self.generated += len(generation.output_ids)
+        if generation.committed:
+            self.drafted_requests += 1
+            self.request_tau_sum += sum(generation.committed) / len(generation.committed)
+
+    def __add__(self, other: DecodeStats) -> DecodeStats:
+        assert self.num_drafts == other.num_drafts, "statistics of different draft lengths do not add up"
+        mine, theirs = self.tensors(), other.tensors()
+        return self.from_tensors(self.num_drafts, mine[0] + theirs[0], mine[1] + theirs[1])
+
+    @staticmethod
+    def sizes(num_drafts: int) -> tuple[int, int]:
+        """Lengths of the two tensors of ``tensors``."""
+        counts, reals = DecodeStats(num_drafts).tensors()
+        return len(counts), len(reals)
+
+    def tensors(self) -> tuple[Int[Tensor, " counts"], Float[Tensor, " reals"]]:
+        """All sums as two tensors, counts and reals, for reductions over ranks."""
+        counts = [getattr(self, name) for name in _COUNTS] + self.histogram + self.at_risk + self.stood
+        reals = [self.request_tau_sum, *self.seconds, *self.cpu_seconds]
+        return torch.tensor(counts), torch.tensor(reals, dtype=torch.float32)
+
+    @classmethod
+    def from_tensors(
+        cls, num_drafts: int, counts: Int[Tensor, " counts"], reals: Float[Tensor, " reals"]
+    ) -> DecodeStats:
+        """The inverse of ``tensors``."""
+        integers, floats = counts.tolist(), reals.tolist()
+        start, stages = len(_COUNTS), len(STAGES)
+        return cls(
+            num_drafts,
+            **dict(zip(_COUNTS, integers, strict=False)),
+            histogram=integers[start : start + num_drafts + 1],
+            at_risk=integers[start + num_drafts + 1 : start + 2 * num_drafts + 1],
+            stood=integers[start + 2 * num_drafts + 1 :],
+            request_tau_sum=floats[0],
+            seconds=floats[1 : 1 + stages],
+            cpu_seconds=floats[1 + stages :],
+        )
+
+    @property
+    def tau(self) -> float:
+        """Tokens committed per round, the target's own one included: ``sum(committed) / rounds`` (DFlash sec. 3.1)."""
+        return _ratio(self.committed, self.rounds)
+
+    @property
+    def tau_per_request(self) -> float:
+        """Mean over requests of each request's own tau. Not what throughput follows; some papers print it."""
+        return _ratio(self.request_tau_sum, self.drafted_requests)
+
+    @property
+    def tau_whole(self) -> float:
+        """Mean of ``accepted + 1`` over whole rounds: the drafter's figure, free of stop and length cuts."""
+        return 1.0 + _ratio(self.whole_accepted, self.whole_rounds)
+
+    @property
+    def accepted_share(self) -> float:
+        """Drafts accepted of drafts verified, over whole rounds. Some engines call this the acceptance rate."""
+        return _ratio(self.whole_accepted, self.whole_drafted)
+
+    @property
+    def verify_rate(self) -> float:
+        """Tokens committed of tokens the target computed in verification."""
+        return _ratio(self.committed, self.drafted + self.rounds)
+
+    @property
+    def conditional_acceptance(self) -> list[float]:
+        """Share of drafts that stand at each slot, among rounds in which all slots before it stood."""
+        return [_ratio(s, r) for s, r in zip(self.stood, self.at_risk, strict=True)]
+
+    @property
+    def survival(self) -> list[float]:
+        """Share of rounds whose drafts stand up to each slot: running product of ``conditional_acceptance``."""
+        products, running = [], 1.0
+        for share in self.conditional_acceptance:
+            # Once nothing survives nothing is at risk: the product stays 0, it does not become unknown.
+            running = 0.0 if running == 0.0 else running * share
+            products.append(running)
+        return products
+
+    @property
+    def ceiling(self) -> float:
+        """Share of full-width whole rounds in which every draft stood: mass that a longer block could still gain."""
+        return _ratio(self.histogram[-1], sum(self.histogram))
+
+    @property
+    def full_accept(self) -> float:
+        """Share of whole rounds in which every verified draft stood, whatever the width."""
+        return _ratio(self.full_accepts, self.whole_rounds)
+
+    @property
+    def compiled(self) -> bool:
+        """Whether every cycle drafted with the compiled step."""
+        return 0 < self.cycles == self.compiled_cycles
+
+    def stage_ms(self, stage: str, *, cpu: bool = False) -> float:
+        """Milliseconds per cycle spent in a stage (per request for ``prefill``)."""
+        spent = (self.cpu_seconds if cpu else self.seconds)[STAGES.index(stage)]
+        return 1e3 * _ratio(spent, self.requests if stage == "prefill" else self.cycles)
+
+    def s_per_token(self, *, cpu: bool = False) -> float:
+        """Seconds of decoding per generated token, prefill included; wall or CPU."""
+        return _ratio((self.cpu_seconds if cpu else self.seconds)[STAGES.index("total")], self.generated)
+
+    def summary(self) -> dict[str, Any]:
+        """The figures of a report, by name."""
+        return {
+            "tau": self.tau,
+            "tau_per_request": self.tau_per_request,
+            "tau_whole": self.tau_whole,
+            "accepted_share": self.accepted_share,
+            "conditional_acceptance": self.conditional_acceptance,
+            "survival": self.survival,
+            "histogram": self.histogram,
+            "ceiling": self.ceiling,
+            "requests": self.requests,
+            "rounds": self.rounds,
+            "committed": self.committed,
+            "generated": self.generated,
+            "compiled": self.compiled,
+            **{f"{stage}_ms": self.stage_ms(stage) for stage in STAGES},
+            "s_per_token": self.s_per_token(),
+            "cpu_s_per_token": self.s_per_token(cpu=True),
+        }
+
+
+_COUNTS = tuple(f.name for f in fields(DecodeStats) if f.type == "int" and f.name != "num_drafts")
+
+
+class StageClock:
+    """Adds wall and CPU seconds to stages as they end. Waits for the device, so that a stage's time is its own."""
+
+    def __init__(self, stats: DecodeStats, device: torch.device) -> None:
+        self.stats = stats
+        self.device = device
+        self.begin = self.last = self._now()
+
+    def _now(self) -> tuple[float, float]:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter(), time.process_time()
+
+    def _add(self, stage: str, since: tuple[float, float], now: tuple[float, float]) -> None:
+        index = STAGES.index(stage)
+        self.stats.seconds[index] += now[0] - since[0]
+        self.stats.cpu_seconds[index] += now[1] - since[1]
+
+    def ends(self, stage: str) -> None:
+        """The time since the last end belongs to ``stage``."""
+        now = self._now()
+        self._add(stage, self.last, now)
+        self.last = now
+
+    def skip(self) -> None:
+        """The time since the last end belongs to no stage (the loop's own)."""
+        self.last = self._now()
+
+    def stop(self) -> None:
+        """The whole time since the clock was made is ``total``."""
+        self._add("total", self.begin, self._now())

@@ -1,0 +1,110 @@
+"""Stand-ins for the two models of the loop: a target that is a table, and a proposer that follows a script."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from dflash_lightning.decoding.builder import BestChain, SampledChain
+from dflash_lightning.decoding.loop import Parts
+from dflash_lightning.decoding.noise import Noise
+from dflash_lightning.decoding.proposer import NoDrafts, Proposer
+from dflash_lightning.decoding.sampling import Sampler, SamplingSpec
+from dflash_lightning.decoding.types import Scores
+from dflash_lightning.decoding.verify import MatchVerifier, TokenVerifier
+from dflash_lightning.types import TargetFeatures
+
+
+class TableTarget:
+    """A target whose next-token logits are a function of the text so far; it holds the committed text itself.
+
+    ``features`` of a position are the token standing there, so that a proposer can check what it is handed.
+    """
+
+    def __init__(self, next_logits: Callable[[list[int]], torch.Tensor]) -> None:
+        self.next_logits = next_logits
+        self.texts: list[list[int]] = []
+        self.commits: list[list[int]] = []
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        return torch.tensor([len(text) for text in self.texts])
+
+    def prefill(self, prompts: list[list[int]]) -> tuple[torch.Tensor, TargetFeatures, torch.Tensor]:
+        self.texts = [list(prompt) for prompt in prompts]
+        width = max(map(len, prompts))
+        rows = torch.tensor([prompt + [-1] * (width - len(prompt)) for prompt in prompts])
+        return torch.stack([self.next_logits(text) for text in self.texts]), _features(rows), self.lengths
+
+    def verify(self, tokens: torch.Tensor) -> tuple[torch.Tensor, TargetFeatures]:
+        self.judged = tokens.tolist()
+        logits = [
+            torch.stack([self.next_logits(text + row[: k + 1]) for k in range(len(row))])
+            for text, row in zip(self.texts, self.judged, strict=True)
+        ]
+        return torch.stack(logits), _features(tokens)
+
+    def commit(self, keep: torch.Tensor) -> None:
+        self.commits.append(keep.tolist())
+        for text, row, count in zip(self.texts, self.judged, keep.tolist(), strict=True):
+            text += row[:count]
+
+
+def _features(tokens: torch.Tensor) -> TargetFeatures:
+    return TargetFeatures((0,), tokens[..., None, None].float())
+
+
+class ScriptedProposer(Proposer):
+    """Asks ``script(row, text, round)`` for the drafts (or, as a tensor [D, V], for the logits) after ``text``."""
+
+    def __init__(self, num_drafts: int, script: Callable[[int, list[int], int], list[int] | torch.Tensor]) -> None:
+        self.num_drafts = num_drafts
+        self.script = script
+
+    def start(self, features: TargetFeatures, lengths: torch.Tensor) -> None:
+        rows = features.hidden[:, :, 0, 0].long().tolist()
+        self.texts = [row[:length] for row, length in zip(rows, lengths.tolist(), strict=True)]
+        self.round = 0
+
+    def propose(self, roots: torch.Tensor) -> Scores:
+        answers = [
+            self.script(b, [*text, root], self.round)
+            for b, (text, root) in enumerate(zip(self.texts, roots.tolist(), strict=True))
+        ]
+        self.round += 1
+        if isinstance(answers[0], torch.Tensor):
+            logits = torch.stack(answers)
+            return Scores(logits.argmax(-1), logits)
+        return Scores(torch.tensor(answers).reshape(len(roots), self.num_drafts))
+
+    def ingest(self, features: TargetFeatures, keep: torch.Tensor) -> None:
+        rows = features.hidden[:, :, 0, 0].long().tolist()
+        for text, row, count in zip(self.texts, rows, keep.tolist(), strict=True):
+            text += row[:count]
+
+
+@pytest.fixture
+def table_target() -> type[TableTarget]:
+    return TableTarget
+
+
+@pytest.fixture
+def scripted_proposer() -> type[ScriptedProposer]:
+    return ScriptedProposer
+
+
+@pytest.fixture
+def make_parts() -> Callable[..., Parts]:
+    """``make_parts(target, proposer=None, verifier="match", vocab_size=.., **sampling)`` for ``decode_batch``."""
+
+    def make(target: object, proposer: Proposer | None = None, verifier: str = "match", **sampling: object) -> Parts:
+        vocab_size = int(sampling.pop("vocab_size", 0))
+        spec = SamplingSpec(**sampling)
+        sampler = Sampler(spec, Noise(spec.seed))
+        if verifier == "token":
+            builder, judge = SampledChain(sampler, vocab_size), TokenVerifier(sampler)
+        else:
+            builder, judge = BestChain(), MatchVerifier(sampler)
+        return Parts(target, proposer if proposer is not None else NoDrafts(), builder, judge)
+
+    return make

@@ -1,0 +1,104 @@
+"""The law: temperature, top-k, top-p on what top-k left, lowest ids on ties."""
+
+import pytest
+import torch
+
+from dflash_lightning.decoding.noise import Noise, Stream
+from dflash_lightning.decoding.sampling import Sampler, SamplingSpec
+
+P = torch.tensor([0.4, 0.3, 0.2, 0.1])
+
+
+def law(logits: torch.Tensor, **settings: object) -> torch.Tensor:
+    return Sampler(SamplingSpec(**settings), Noise(0)).warp(logits)
+
+
+def test_top_p_cuts_the_law_that_top_k_left() -> None:
+    """k then p keeps two tokens, (.5714, .4286); p then k would keep three (methods_decoding section 2)."""
+    found = law(P.log(), temperature=1.0, top_k=3, top_p=0.75)
+    torch.testing.assert_close(found, torch.tensor([4 / 7, 3 / 7, 0.0, 0.0]))
+    torch.testing.assert_close(law(P.log(), temperature=1.0, top_p=0.75), torch.tensor([4 / 9, 3 / 9, 2 / 9, 0.0]))
+
+
+def test_order_of_logits_does_not_matter() -> None:
+    order = torch.tensor([2, 0, 3, 1])
+    for settings in ({"top_k": 3, "top_p": 0.75}, {"top_p": 0.75}, {"top_k": 2}, {}):
+        expected = law(P.log(), temperature=0.7, **settings)[order]
+        torch.testing.assert_close(law(P.log()[order], temperature=0.7, **settings), expected)
+
+
+def test_ties_keep_the_lowest_ids() -> None:
+    logits = torch.tensor([[0.0, 1.0, 0.0, 0.0, 1.0, 0.0]])
+    assert law(logits).tolist() == [[0, 1, 0, 0, 0, 0]]
+    assert (law(logits, temperature=1.0, top_k=1) > 0).nonzero()[:, 1].tolist() == [1]
+    assert (law(logits, temperature=1.0, top_k=4) > 0).nonzero()[:, 1].tolist() == [0, 1, 2, 4]
+    # Mass before ranks 0, 1, 2, 3, ..: 0, .288, .576, .682; so .6 keeps three, and the third is the lowest of the rest.
+    assert (law(logits, temperature=1.0, top_p=0.6) > 0).nonzero()[:, 1].tolist() == [0, 1, 4]
+    assert (law(logits, temperature=1.0, top_k=5, top_p=0.65) > 0).nonzero()[:, 1].tolist() == [0, 1, 4]
+
+
+def test_it_equals_the_processors_of_transformers() -> None:
+    from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+    logits = 3 * torch.randn(20, 50)
+    ids = torch.zeros(20, 1, dtype=torch.long)
+    for temperature, top_k, top_p in ((0.7, 20, 0.9), (1.3, 7, 0.5), (1.0, 50, 0.95), (0.5, 1, 0.3)):
+        scores = TemperatureLogitsWarper(temperature)(ids, logits)
+        scores = TopPLogitsWarper(top_p)(ids, TopKLogitsWarper(top_k)(ids, scores))
+        found = law(logits, temperature=temperature, top_k=top_k, top_p=top_p)
+        torch.testing.assert_close(found, scores.softmax(-1))
+
+
+def test_a_single_allowed_token_is_always_drawn() -> None:
+    logits = torch.zeros(1, 500, 9)
+    logits[..., 7] = 1.0
+    sampler = Sampler(SamplingSpec(temperature=1.0, top_k=1), Noise(3))
+    where = torch.arange(500)[None]
+    assert (sampler.choose(logits, torch.tensor([5]), where) == 7).all()
+
+
+def test_draws_follow_the_law() -> None:
+    """20000 draws of a four-token law: chi-squared with 3 degrees of freedom below its 99.99 % point, 21.1."""
+    sampler, n = Sampler(SamplingSpec(temperature=1.0), Noise(1)), 20000
+    drawn = sampler.choose(P.log().expand(1, n, 4), torch.tensor([0]), torch.arange(n)[None])
+    counts = drawn[0].bincount(minlength=4).double()
+    assert float(((counts - n * P.double()) ** 2 / (n * P.double())).sum()) < 21.1
+
+
+def test_noise_depends_on_what_it_is_for_and_on_nothing_else() -> None:
+    noise = Noise(7)
+    ids, where = torch.tensor([3, 9]), torch.arange(4)[None]
+    both = noise.exponential(Stream.TOKEN, ids, where, 11)
+    torch.manual_seed(123)
+    alone = noise.exponential(Stream.TOKEN, ids[1:], where[:, 2:], 11)
+    assert torch.equal(both[1:, 2:], alone)
+    others = [
+        Noise(8).exponential(Stream.TOKEN, ids, where, 11),
+        noise.exponential(Stream.DRAFT, ids, where, 11),
+        noise.exponential(Stream.TOKEN, ids + 1, where, 11),
+        noise.exponential(Stream.TOKEN, ids, where + 1, 11),
+    ]
+    assert all((other != both).all() for other in others)
+
+
+def test_uniform_numbers_are_uniform_and_uncorrelated() -> None:
+    uniform = Noise(0).uniform(Stream.ACCEPT, torch.arange(200), torch.arange(100)[None])
+    assert uniform.min() > 0 and uniform.max() < 1
+    assert abs(float(uniform.mean()) - 0.5) < 4 * (1 / 12 / uniform.numel()) ** 0.5
+    assert abs(float(uniform.var()) - 1 / 12) < 0.002
+    for a, b in ((uniform[:, 1:], uniform[:, :-1]), (uniform[1:], uniform[:-1])):
+        assert abs(float(torch.corrcoef(torch.stack([a.flatten(), b.flatten()]))[0, 1])) < 0.03
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"temperature": -1.0}, "Use 0 for greedy"),
+        ({"top_k": 0}, "Use 1 or more, or null"),
+        ({"top_p": 0.0}, "Use null for all tokens"),
+        ({"top_p": 1.5}, "Use null for all tokens"),
+    ],
+)
+def test_impossible_settings_are_refused(settings: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SamplingSpec(**settings)
