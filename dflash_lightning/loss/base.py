@@ -16,16 +16,17 @@ from dflash_lightning.types import BlockLayout, FeatureSpec, SlotTotals, StepCon
 class LossTerm(Component, ABC, axis=True):
     """One term of the training loss: ``coefficient(ctx) * numerator / denominator``.
 
-    ``numerator`` is called once per micro-batch with gradients enabled, in or out of autocast. It returns a sum, never a
-    mean, and ignores every slot that is not ``layout.valid``, whatever the view returns there. ``denominator`` is computed
-    from counts over all ranks and the whole accumulation window, so the gradient does not depend on how a batch is split.
+    ``numerator`` is called once per micro-batch with gradients enabled, in or out of autocast. It returns a sum, never
+    a mean, and ignores every slot that is not ``layout.valid``, whatever the view returns there. ``denominator`` is
+    computed from counts over all ranks and the whole accumulation window, so the gradient does not depend on how a
+    batch is split.
     """
 
     coefficient: float
     view: str
 
     def coef(self, ctx: StepContext) -> float:
-        """Weight of the term at this step; a term whose coefficient is 0 is still evaluated (DDP wants every parameter)."""
+        """Weight of the term at this step; a term that weighs 0 is still evaluated (DDP wants every parameter)."""
         return self.coefficient
 
     def required(self) -> FeatureSpec:
@@ -40,4 +41,4 @@ class LossTerm(Component, ABC, axis=True):
 
     @abstractmethod
     def denominator(self, totals: SlotTotals, layout_shift: int) -> Float[Tensor, ""]:
-        """What the sum is divided by, from counts; ``layout_shift`` is ``Alignment.shift`` (slot 0 predicts iff it is 1)."""
+        """What the sum is divided by; ``layout_shift`` is ``Alignment.shift`` (slot 0 predicts iff it is 1)."""

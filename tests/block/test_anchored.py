@@ -106,7 +106,7 @@ def test_a_supervised_token_after_a_hole_is_scored_again() -> None:
 
 
 def test_anchor_first_never_scores_the_turn_separator() -> None:
-    """The mask is read at the label: the last supervised token's own slot would be labelled with what follows the turn."""
+    """Read at the slot, the mask would let the last supervised token be labelled with what follows the turn."""
     layout = make_blocks(make_document([0, 1, 1, 1, 0, 0]), label_layout="anchor_first")
     assert block_at(layout, 1)["scored"].tolist() == [True, True, False, False]
 

@@ -1,0 +1,57 @@
+"""Values that pass between the parts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dflash_lightning.types import Alignment, FeatureSpec, LabelLayout, SlotTotals, TargetFeatures
+
+
+@pytest.mark.parametrize(
+    "label_layout, shift, first_slot, num_drafts", [("same_position", 0, 1, 15), ("anchor_first", 1, 0, 16)]
+)
+def test_label_layouts_differ_in_shift_first_slot_and_drafts(
+    label_layout: LabelLayout, shift: int, first_slot: int, num_drafts: int
+) -> None:
+    alignment = Alignment(16, 5, label_layout)
+    assert (alignment.shift, alignment.first_slot, alignment.num_drafts) == (shift, first_slot, num_drafts)
+
+
+@pytest.mark.parametrize("block_size", [1, 0, -4])
+def test_a_block_without_a_slot_to_draft_is_refused(block_size: int) -> None:
+    with pytest.raises(ValueError, match=rf"block.block_size: {block_size} .* use 2 or more"):
+        Alignment(block_size, 5)
+
+
+def test_an_unknown_label_layout_is_refused_with_the_known_ones() -> None:
+    # Built past the shape hook, which would refuse the literal first.
+    alignment = Alignment(4, 5)
+    object.__setattr__(alignment, "label_layout", "shifted")
+    with pytest.raises(ValueError, match=r"'shifted' is unknown. Use one of \['same_position', 'anchor_first'\]"):
+        alignment.__post_init__()
+
+
+def test_feature_specs_unite_to_sorted_distinct_layers() -> None:
+    united = FeatureSpec((9, 1)) | FeatureSpec((5, 1), last_hidden=True) | FeatureSpec()
+    assert united == FeatureSpec((1, 5, 9), last_hidden=True)
+
+
+def test_features_are_selected_by_layer_in_the_order_asked_for() -> None:
+    hidden = torch.tensor([10.0, 20.0, 30.0]).view(1, 1, 3, 1)
+    features = TargetFeatures((1, 5, 9), hidden)
+    assert features.select((9, 1)).flatten().tolist() == [30.0, 10.0]
+    assert features.select((1, 5, 9)) is hidden
+    with pytest.raises(ValueError, match=r"layers \[4\] were asked for"):
+        features.select((1, 4))
+
+
+def test_totals_of_parts_add_up_and_survive_the_all_reduce_vector() -> None:
+    one = SlotTotals(torch.tensor([0.0, 3, 2]), torch.tensor([0.0, 3, 1]), torch.tensor(3.0), torch.tensor(2.0))
+    two = SlotTotals(torch.tensor([0.0, 1, 0]), torch.tensor([0.0, 1, 0]), torch.tensor(1.0), torch.tensor(1.0))
+    total = one + two
+    assert total.valid.tolist() == [0, 4, 2] and total.prefix_valid.tolist() == [0, 4, 1]
+    assert total.blocks.item() == 4 and total.documents.item() == 3
+    again = SlotTotals.unpack(total.pack())
+    assert total.pack().shape == (8,) and torch.equal(again.pack(), total.pack())
+    assert torch.equal((total + SlotTotals.zeros(3)).pack(), total.pack())
