@@ -50,7 +50,6 @@ _FAMILY_SETTINGS: dict[str, dict] = {
         "layer_types": _ALTERNATING,
         "query_pre_attn_scalar": 8,
         "final_logit_softcapping": 5.0,
-        "tie_word_embeddings": True,
     },
     "gemma2": {
         "sliding_window": SLIDING_WINDOW,
@@ -58,7 +57,6 @@ _FAMILY_SETTINGS: dict[str, dict] = {
         "query_pre_attn_scalar": 8,
         "final_logit_softcapping": 5.0,
         "attn_logit_softcapping": 20.0,
-        "tie_word_embeddings": True,
     },
     "gpt_oss": {
         "sliding_window": SLIDING_WINDOW,
@@ -95,7 +93,7 @@ def tiny_config(family: str, **overrides: object) -> PretrainedConfig:
 
 
 def tiny_model(family: str, seed: int = 0, **overrides: object) -> PreTrainedModel:
-    """Tiny random fp32 model in eval mode; norm gains and biases are random too, so that none can be forgotten unseen."""
+    """Tiny random fp32 model in eval mode; norm gains and biases are random too, so none is forgotten unseen."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(tiny_config(family, **overrides), dtype=torch.float32)
@@ -133,7 +131,7 @@ def make_tiny_model() -> Callable[..., PreTrainedModel]:
 
 @pytest.fixture(scope="session")
 def make_target(byte_tokenizer: PreTrainedTokenizerFast) -> Callable[..., FrozenTarget]:
-    """``make_target(family="llama", seed=0, **config_overrides)``: a fresh frozen tiny target with the byte tokenizer."""
+    """``make_target(family="llama", seed=0, **config_overrides)``: a fresh frozen target with the byte tokenizer."""
 
     def make(family: str = "llama", seed: int = 0, **overrides: object) -> FrozenTarget:
         return FrozenTarget(tiny_model(family, seed, **overrides), byte_tokenizer, name=f"tiny-{family}")

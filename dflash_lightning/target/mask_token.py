@@ -6,12 +6,10 @@ from collections.abc import Set as AbstractSet
 
 from transformers import PreTrainedTokenizerBase
 
-from dflash_lightning.types import TargetFacts
+from dflash_lightning.target.frozen import FrozenTarget
 
 
-def choose_mask_token_id(
-    facts: TargetFacts, tokenizer: PreTrainedTokenizerBase | None, used_ids: AbstractSet[int] = frozenset()
-) -> int:
+def choose_mask_token_id(target: FrozenTarget, used_ids: AbstractSet[int] = frozenset()) -> int:
     """The mask id when the recipe names none.
 
     First choice is the lowest embedding row that is no token (Qwen3: 151669, as in z-lab's checkpoints); else the highest
@@ -21,16 +19,17 @@ def choose_mask_token_id(
     Raises:
         ValueError: nothing qualifies; the message lists unused ids that can be named in the recipe.
     """
+    facts, tokenizer = target.facts, target.tokenizer
     rows = range(facts.vocab_size)
     if tokenizer is not None and facts.num_tokens < facts.vocab_size:
         spare = (row for row in rows[facts.num_tokens :] if row not in used_ids)
         if (first := next(spare, None)) is not None:
             return first
-    reserved = reserved_ids(facts, tokenizer)
+    reserved = reserved_ids(target)
     for token_id in sorted(special_ids(tokenizer), reverse=True):
         if token_id in rows and token_id not in reserved and token_id not in used_ids:
             assert tokenizer is not None
-            if tokenizer.convert_ids_to_tokens(token_id) not in _template_text(tokenizer):
+            if str(tokenizer.convert_ids_to_tokens(token_id)) not in target.chat_template_text:
                 return token_id
     unused = [row for row in rows if row not in used_ids and row not in reserved][-5:]
     raise ValueError(
@@ -39,29 +38,26 @@ def choose_mask_token_id(
     )
 
 
-def check_mask_token_id(
-    mask_token_id: int,
-    facts: TargetFacts,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    used_ids: AbstractSet[int] = frozenset(),
-) -> None:
+def check_mask_token_id(mask_token_id: int, target: FrozenTarget, used_ids: AbstractSet[int] = frozenset()) -> None:
     """Refuse a mask id that serves another purpose or does not exist: drafts would be wrong without any error (F103).
 
     Raises:
         ValueError: outside the embedding, pad, eos, bos or unk, or an id that occurs in the training data.
     """
+    facts = target.facts
     where = f"block.mask_token_id: {mask_token_id}"
     advice = "Leave it null to have an unused row chosen."
     if not 0 <= mask_token_id < facts.vocab_size:
         raise ValueError(f"{where} is outside the embedding of {facts.name} (rows 0..{facts.vocab_size - 1}). {advice}")
-    if (role := reserved_ids(facts, tokenizer).get(mask_token_id)) is not None:
+    if (role := reserved_ids(target).get(mask_token_id)) is not None:
         raise ValueError(f"{where} is the {role} token of {facts.name}, which occurs in ordinary text. {advice}")
     if mask_token_id in used_ids:
         raise ValueError(f"{where} occurs as a token in the training data. {advice}")
 
 
-def reserved_ids(facts: TargetFacts, tokenizer: PreTrainedTokenizerBase | None) -> dict[int, str]:
+def reserved_ids(target: FrozenTarget) -> dict[int, str]:
     """Ids that have a purpose of their own, with its name."""
+    facts, tokenizer = target.facts, target.tokenizer
     roles: dict[int, str] = {}
     if tokenizer is not None and tokenizer.unk_token_id is not None:
         roles[tokenizer.unk_token_id] = "unk"
@@ -79,8 +75,3 @@ def special_ids(tokenizer: PreTrainedTokenizerBase | None) -> set[int]:
         return set()
     marked = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
     return marked | set(tokenizer.all_special_ids)
-
-
-def _template_text(tokenizer: PreTrainedTokenizerBase) -> str:
-    template = tokenizer.chat_template
-    return "\n".join(template.values()) if isinstance(template, dict) else template or ""

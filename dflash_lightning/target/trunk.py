@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-import copy
-from collections import OrderedDict
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from dflash_lightning.ops.shallow_copy import shallow_copy
 from dflash_lightning.target.families import Anatomy
 from dflash_lightning.types import FeatureSpec, TargetFeatures
 
 # What accelerate puts on a module instance to move inputs between devices. On a copy these would call the original.
 _INSTANCE_OVERRIDES = ("forward", "_old_forward", "_hf_hook")
-
-
-def shallow_copy(module: nn.Module) -> Any:
-    """The same module with child and hook dictionaries of its own: parameters and children are shared, changes are not."""
-    clone = copy.copy(module)
-    clone._modules = dict(module._modules)
-    clone._forward_hooks = OrderedDict(module._forward_hooks)
-    clone._forward_hooks_with_kwargs = OrderedDict(module._forward_hooks_with_kwargs)
-    clone._forward_hooks_always_called = OrderedDict(module._forward_hooks_always_called)
-    return clone
 
 
 class Trunk:

@@ -1,0 +1,41 @@
+"""Copies of module trees that share every parameter: what is changed on the copy is not seen by the original."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+
+def shallow_copy(module: nn.Module) -> Any:
+    """The same module with child and hook dictionaries of its own; children and parameters are the original's objects."""
+    clone = copy.copy(module)
+    clone._modules = dict(module._modules)
+    clone._forward_hooks = OrderedDict(module._forward_hooks)
+    clone._forward_hooks_with_kwargs = OrderedDict(module._forward_hooks_with_kwargs)
+    clone._forward_hooks_always_called = OrderedDict(module._forward_hooks_always_called)
+    return clone
+
+
+def copy_tree(module: nn.Module, replace: Callable[[nn.Module], nn.Module | None]) -> Any:
+    """A shallow copy of the whole tree in which ``replace`` may put another module in a module's place.
+
+    ``replace`` gets the original and returns its replacement, or null to have it copied. A module that stands in the tree
+    twice stays one module.
+    """
+    done: dict[int, nn.Module] = {}
+
+    def visit(original: nn.Module) -> nn.Module:
+        if id(original) not in done:
+            replacement = replace(original)
+            clone = shallow_copy(original) if replacement is None else replacement
+            done[id(original)] = clone
+            if replacement is None:
+                children = {name: child if child is None else visit(child) for name, child in clone._modules.items()}
+                clone._modules = children
+        return done[id(original)]
+
+    return visit(module)

@@ -1,0 +1,91 @@
+"""The key-value cache of a ragged decoding batch, in the shape transformers' decoders expect."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+_FIRST_CAPACITY = 256
+
+
+class RowLayer(CacheLayerMixin):
+    """Buffers of one layer; where new rows go is decided once per forward, by the cache it belongs to."""
+
+    is_sliding = False  # all rows are kept and masks do the window, so that any row can be rolled back
+
+    def __init__(self, cache: RowCache) -> None:
+        super().__init__()
+        self._cache = cache
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.keys, self.values = self._grown(None, key_states), self._grown(None, value_states)
+        self.is_initialized = True
+
+    def update(
+        self,
+        key_states: Float[Tensor, "B Hkv W D"],
+        value_states: Float[Tensor, "B Hkv W Dv"],
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[Float[Tensor, "B Hkv J D"], Float[Tensor, "B Hkv J Dv"]]:
+        if self.keys is None or self.values is None or self.keys.shape[0] != key_states.shape[0]:
+            self.lazy_initialization(key_states, value_states)
+        elif self.keys.shape[2] < self._cache.num_rows:
+            self.keys, self.values = self._grown(self.keys, key_states), self._grown(self.values, value_states)
+        assert self.keys is not None and self.values is not None
+        return self._write(self.keys, key_states), self._write(self.values, value_states)
+
+    def _write(self, buffer: Tensor, states: Tensor) -> Tensor:
+        cache = self._cache
+        if cache.positions is None:
+            buffer[:, :, cache.start : cache.num_rows] = states
+        else:
+            rows = torch.arange(len(buffer), device=buffer.device)[:, None]
+            buffer.transpose(1, 2)[rows, cache.positions] = states.transpose(1, 2)
+        return buffer[:, :, : cache.num_rows]
+
+    def _grown(self, buffer: Tensor | None, states: Tensor) -> Tensor:
+        """Room for at least the rows needed now, at least doubled; zeros, because a masked NaN would still poison a sum."""
+        batch, heads, _, dim = states.shape
+        old = 0 if buffer is None else buffer.shape[2]
+        capacity = max(_FIRST_CAPACITY, 2 * old, self._cache.num_rows)
+        grown = states.new_zeros(batch, heads, capacity, dim)
+        if buffer is not None:
+            grown[:, :, :old] = buffer
+        return grown
+
+    def get_seq_length(self) -> int:
+        return self._cache.start
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._cache.start + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class RowCache(Cache):
+    """Row ``j`` of every buffer is position ``j`` of its sequence, so rollback is forgetting: a later write replaces it.
+
+    ``place`` says, before a forward, where its rows go. With equal lengths the cache looks to transformers like any other of
+    ``start`` rows, and transformers makes the masks; with unequal ones the caller brings masks (see ``ragged_mask``).
+    """
+
+    def __init__(self, num_layers: int) -> None:
+        self.start = 0
+        self.num_rows = 0
+        self.positions: Int[Tensor, "B W"] | None = None
+        super().__init__(layers=[RowLayer(self) for _ in range(num_layers)])
+
+    def place(self, lengths: list[int], positions: Int[Tensor, "B W"]) -> bool:
+        """Aim the next forward at ``positions`` (``lengths[b] ..``); returns whether the rows are ragged."""
+        width = positions.shape[1]
+        self.start = max(lengths)
+        self.num_rows = self.start + width
+        ragged = min(lengths) != self.start
+        self.positions = positions if ragged else None
+        return ragged
