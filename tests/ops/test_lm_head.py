@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dflash_lightning.ops.lm_head import Argmax, Entropy, LabelLogProb, LanguageHead, View
+from dflash_lightning.ops.lm_head import Argmax, Chunk, Entropy, LabelLogProb, LanguageHead, Request, View
 
 B, N, K, H, V = 2, 3, 4, 8, 50
 SLOTS = B * N * K
@@ -300,3 +301,29 @@ def test_logits_equal_the_dense_formula_and_reach_the_hidden_states() -> None:
     assert torch.allclose(head.logits(hidden), dense_logits(hidden, head), rtol=0, atol=1e-12)
     assert head.logits(hidden).abs().max() <= 3.0
     assert torch.autograd.gradcheck(head.logits, hidden)
+
+
+@dataclass(frozen=True)
+class LogitAt(Request):
+    """The logit of one column: what a request of a later method looks like."""
+
+    column: int
+
+    def value(self, chunk: Chunk) -> Tensor:
+        return chunk.logits[:, self.column].clone()
+
+    def gradient(self, chunk: Chunk) -> Tensor:
+        return torch.zeros_like(chunk.logits).index_fill_(1, torch.tensor([self.column]), 1.0)
+
+
+def test_a_new_question_is_one_class() -> None:
+    """Beside others: a gradient may overwrite nothing that the next request reads."""
+    head = make_head(scale=1.7, softcap=3.0)
+    hidden, labels, rows = make_slots()
+    first, log_prob, second = View(hidden, rows, head, 4).scalars(LogitAt(3), LabelLogProb(labels), LogitAt(8))
+    (gradient,) = torch.autograd.grad((first + 2 * log_prob + 3 * second).sum(), hidden)
+    logits = dense_logits(hidden, head)
+    want = logits[..., 3] + 2 * dense_label_log_prob(hidden, labels, head) + 3 * logits[..., 8]
+    (expected,) = torch.autograd.grad(want.flatten()[rows].sum(), hidden)
+    assert (gradient - expected).abs().max() < 1e-10
+    assert (second.flatten()[rows] - logits[..., 8].flatten()[rows]).abs().max() < 1e-10

@@ -1,0 +1,64 @@
+"""The target's output projection, whole or over a reduced vocabulary."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+
+@dataclass(eq=False)
+class LanguageHead:
+    """The target's output projection: ``logits = cap(scale * (weight @ h + bias))``.
+
+    ``ids`` is null for the full vocabulary; otherwise row ``j`` of ``weight`` stands for token ``ids[j]`` (sorted).
+    ``softcap`` c means ``c * tanh(x / c)``, applied last. The rows are the target's own, so nothing here is trained;
+    gradients flow through to the hidden states.
+    """
+
+    weight: Float[Tensor, "V H"]
+    bias: Float[Tensor, " V"] | None = None
+    scale: float = 1.0
+    softcap: float | None = None
+    ids: Int[Tensor, " V"] | None = None
+    _casts: dict[torch.dtype, tuple[int, Tensor]] = field(default_factory=dict, init=False, repr=False)
+
+    def restrict(self, ids: Int[Tensor, " v"]) -> LanguageHead:
+        """The same head over the tokens ``ids`` only (a copy of their rows)."""
+        ids = ids.to(self.weight.device)
+        assert bool((ids[1:] > ids[:-1]).all()), "ids of a reduced head must be sorted and distinct"
+        columns, known = self.columns(ids)
+        assert bool(known.all()), f"tokens {ids[~known].tolist()[:8]} have no row in this head"
+        bias = None if self.bias is None else self.bias.detach()[columns]
+        return LanguageHead(self.weight.detach()[columns], bias, self.scale, self.softcap, ids)
+
+    def logits(self, hidden: Float[Tensor, "*rows H"]) -> Float[Tensor, "*rows V"]:
+        """Full logits, in the dtype of the weight (autocast's where it is on); for decoding and tests."""
+        product = torch.nn.functional.linear(hidden.to(self.weight.dtype), self.weight.detach(), self.bias)
+        return self.activate(product)
+
+    def activate(self, product: Float[Tensor, "*rows V"]) -> Float[Tensor, "*rows V"]:
+        """Scale and soft cap, the only place where they are applied."""
+        if self.scale != 1.0:
+            product = product * self.scale
+        return product if self.softcap is None else torch.tanh(product / self.softcap) * self.softcap
+
+    def columns(self, tokens: Int[Tensor, " n"]) -> tuple[Int[Tensor, " n"], Bool[Tensor, " n"]]:
+        """Logit columns of ``tokens`` and whether each has one; a token without a column is given some other's."""
+        if self.ids is None:
+            known = (tokens >= 0) & (tokens < len(self.weight))
+            return tokens.clamp(0, len(self.weight) - 1), known
+        columns = torch.searchsorted(self.ids, tokens).clamp(max=len(self.ids) - 1)
+        return columns, self.ids[columns] == tokens
+
+    def cast(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias in ``dtype``, cast once and kept: autocast would cast the whole matrix at every product."""
+        bias = None if self.bias is None else self.bias.detach().to(dtype)
+        if dtype == self.weight.dtype:
+            return self.weight.detach(), bias
+        version = 0 if self.weight.is_inference() else self.weight._version
+        if dtype not in self._casts or self._casts[dtype][0] != version:
+            self._casts[dtype] = (version, self.weight.detach().to(dtype))
+        return self._casts[dtype][1], bias
