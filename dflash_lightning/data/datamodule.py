@@ -1,0 +1,285 @@
+"""The LightningDataModule: files to documents once, documents to micro-batches every epoch, features after transfer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from jaxtyping import Bool
+from lightning.pytorch import LightningDataModule
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from torch import Tensor
+
+from dflash_lightning.block.base import BlockConstructor
+from dflash_lightning.data.collate import BatchMaker
+from dflash_lightning.data.conversation import ChatRenderer, Supervise
+from dflash_lightning.data.documents import DataSummary, DocumentMaker, DocumentStore, has_chat_rows
+from dflash_lightning.data.feature_cache import DTYPES, FeatureCache, cache_bytes, check_memory
+from dflash_lightning.data.loader import PlanSampler, StatefulLoader
+from dflash_lightning.data.packing import Planner, PlanSettings
+from dflash_lightning.target import FrozenTarget
+from dflash_lightning.types import Alignment, FeatureSpec, TrainBatch
+
+
+class DraftData(LightningDataModule):
+    """Training rows for a drafter of one target.
+
+    Use ``Trainer(use_distributed_sampler=False)`` or not, as you like: the plan is cut into ranks here.
+
+    Args:
+        target: gives tokenizer, chat template and features.
+        train: file or files; see ``data.rows`` for what a record may hold. ``package://name/file`` is inside a package.
+        max_length: tokens of a document; longer ones lose their end.
+        packing: join documents into rows of ``row_tokens``; otherwise a row is one document, and micro-batches join
+            documents of similar length.
+        row_tokens: tokens of a packed row; null means ``max_length``.
+        row_blocks: most blocks of a packed row, counted over its documents; null means no limit. A document with more
+            of them gets a row of its own.
+        rows_per_batch: rows of a micro-batch.
+        token_bucket: rows are padded to a multiple of it, so that few distinct lengths reach the device.
+        block_bucket: the same for blocks.
+        supervise: ``"all_turns"`` or ``"last_turn"`` of a conversation.
+        chat_template_kwargs: passed to the template, e.g. ``{"enable_thinking": False}``; use the same in evaluation.
+        cache_features: ``"ram"`` keeps the features of all documents in memory; null computes them for every batch.
+        cache_dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``; null keeps the target's dtype.
+        limit: read only that many rows of every file.
+        strict: warnings about the data are errors.
+        seed: decides packs, order and anchors, together with the epoch.
+    """
+
+    def __init__(
+        self,
+        target: FrozenTarget,
+        *,
+        train: str | list[str],
+        max_length: int = 3072,
+        packing: bool = True,
+        row_tokens: int | None = None,
+        row_blocks: int | None = None,
+        rows_per_batch: int = 1,
+        token_bucket: int = 128,
+        block_bucket: int = 64,
+        supervise: Supervise = "all_turns",
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        cache_features: Literal["ram"] | None = None,
+        cache_dtype: Literal["float32", "bfloat16", "float16"] | None = None,
+        num_workers: int = 0,
+        limit: int | None = None,
+        strict: bool = False,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self.target = target
+        self.train = [train] if isinstance(train, str) else list(train)
+        self.max_length = max_length
+        self.packing = packing
+        self.row_tokens = max_length if row_tokens is None else row_tokens
+        self.row_blocks = row_blocks
+        self.rows_per_batch = rows_per_batch
+        self.token_bucket = token_bucket
+        self.block_bucket = block_bucket
+        self.supervise: Supervise = supervise
+        self.chat_template_kwargs = dict(chat_template_kwargs or {})
+        self.cache_features = cache_features
+        self.cache_dtype = target.dtype if cache_dtype is None else DTYPES[cache_dtype]
+        self.num_workers = num_workers
+        self.limit = limit
+        self.strict = strict
+        self.seed = seed
+        self._check_settings()
+        self.summary = DataSummary()
+        self._store: DocumentStore | None = None
+        self._bound: tuple[BlockConstructor, Alignment, FeatureSpec, Bool[Tensor, " V"] | None] | None = None
+        self._cache: FeatureCache | None = None
+
+    def _check_settings(self) -> None:
+        positions = self.target.facts.max_positions
+        if not 2 <= self.max_length <= positions:
+            raise ValueError(
+                f"data.max_length: {self.max_length} is not possible for {self.target.facts.name}, which has "
+                f"{positions} positions. Use 2..{positions}."
+            )
+        if self.row_tokens < self.max_length:
+            raise ValueError(
+                f"data.row_tokens: a row of {self.row_tokens} cannot hold a document of data.max_length="
+                f"{self.max_length} tokens. Raise row_tokens or lower max_length."
+            )
+        for name in ("rows_per_batch", "token_bucket", "block_bucket"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"data.{name}: {getattr(self, name)} is not a count. Use 1 or more.")
+        if not self.packing and self.row_blocks is not None:
+            raise ValueError("data.row_blocks: applies to packed rows only. Remove it, or set data.packing=true.")
+        if self.cache_features not in (None, "ram"):
+            raise ValueError(f"data.cache_features: {self.cache_features!r} is unknown. Use 'ram' or null.")
+        if not self.train:
+            raise ValueError("data.train: names no file. Give a file or a list of files.")
+
+    # -- documents ----------------------------------------------------------------------------------------------------
+
+    def setup(self, stage: str | None = None) -> None:
+        """Read, render and tokenise the files, once; print what became of the rows."""
+        if self._store is not None:
+            return
+        maker = DocumentMaker(self._renderer(), max_length=self.max_length, vocab_size=self.target.facts.vocab_size)
+        for path in self.train:
+            maker.read(path, limit=self.limit, setting="data.train", progress=self._is_main)
+        self.summary = maker.summary
+        self._store = maker.store()
+        self._say(*self.summary.lines())
+        if self.strict and self.summary.warnings():
+            raise ValueError(f"data: {' '.join(self.summary.warnings())} (An error because of data.strict=true.)")
+
+    def _renderer(self) -> ChatRenderer | None:
+        """Null for tokenised rows, to which template settings do not apply: they are refused, not ignored (F005)."""
+        if has_chat_rows(self.train, "data.train"):
+            return ChatRenderer(
+                self.target.tokenizer,
+                stop_ids=self.target.stop_ids,
+                chat_template_kwargs=self.chat_template_kwargs,
+                supervise=self.supervise,
+            )
+        given = [name for name in ("chat_template_kwargs",) if self.chat_template_kwargs]
+        given += ["supervise"] if self.supervise != "all_turns" else []
+        if given:
+            raise ValueError(
+                f"data.{given[0]}: does not apply to tokenised rows, which are used as they are. "
+                "Remove it, or give chat rows."
+            )
+        return None
+
+    @property
+    def documents(self) -> DocumentStore:
+        """The tokenised training documents."""
+        assert self._store is not None, "setup has not run"
+        return self._store
+
+    def used_ids(self) -> set[int]:
+        """Token ids that occur in the training documents."""
+        self.setup()
+        return self.documents.used_ids()
+
+    # -- micro-batches ------------------------------------------------------------------------------------------------
+
+    def bind(
+        self,
+        block: BlockConstructor,
+        alignment: Alignment,
+        spec: FeatureSpec,
+        vocabulary: Bool[Tensor, " V"] | None = None,
+    ) -> None:
+        """Say what blocks are cut and which features they need; the module does so before the loaders are made."""
+        self._bound = (block, alignment, spec, vocabulary)
+
+    def train_dataloader(self) -> StatefulLoader:
+        block, alignment, spec, vocabulary = self._binding()
+        planner = self._planner(block, alignment)
+        sampler = PlanSampler(
+            planner,
+            rank=self.trainer.global_rank if self.trainer is not None else 0,
+            world=self.trainer.world_size if self.trainer is not None else 1,
+            accumulate=self._accumulate(),
+            limit=self._limit_batches(planner),
+        )
+        if self.cache_features == "ram" and (self._cache is None or self._cache.spec != spec):
+            self._cache = self._make_cache(spec)
+        pad = self.target.facts.pad_token_id
+        maker = BatchMaker(
+            self.documents,
+            block,
+            alignment,
+            vocabulary,
+            seed=self.seed,
+            rows_per_batch=self.rows_per_batch,
+            token_bucket=self.token_bucket,
+            block_bucket=self.block_bucket,
+            max_length=self.max_length,
+            pad_token_id=0 if pad is None else pad,
+        )
+        return StatefulLoader(maker, sampler, num_workers=self.num_workers)
+
+    def _binding(self) -> tuple[BlockConstructor, Alignment, FeatureSpec, Bool[Tensor, " V"] | None]:
+        if self._bound is None:
+            raise ValueError(
+                "data: no block construction is bound, so there are no batches to make. Train with DraftModule, which "
+                "calls bind, or call DraftData.bind(block, alignment, spec) yourself."
+            )
+        return self._bound
+
+    def _planner(self, block: BlockConstructor, alignment: Alignment) -> Planner:
+        """Leaves out documents that this block construction cannot start a block in, and says so."""
+        usable = [d for d in range(len(self.documents)) if len(block.eligible_anchors(self.documents[d].loss_mask))]
+        left_out = len(self.documents) - len(usable)
+        if not usable:
+            raise ValueError(
+                f"data: block {block.name!r} finds no place to start a block in any of {left_out} documents. "
+                "Look at the masks, or use longer responses."
+            )
+        if left_out:
+            self._say(f"data: {left_out} of {len(self.documents)} documents have no place to start a block: left out")
+        counts = [0] * len(usable)
+        if self.row_blocks is not None:
+            counts = [
+                block.blocks(self.documents[d], alignment, seed=self.seed, epoch=0).anchors.shape[1] for d in usable
+            ]
+        settings = PlanSettings(self.seed, self.packing, self.row_tokens, self.row_blocks, self.rows_per_batch)
+        return Planner(usable, self.documents.lengths[usable].tolist(), counts, settings)
+
+    def _accumulate(self) -> int:
+        if self.trainer is None:
+            return 1
+        callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
+        if any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks):
+            raise ValueError(
+                "trainer.callbacks: GradientAccumulationScheduler changes the accumulation during the run, which the "
+                "plan of batches cannot follow. Use a constant trainer.accumulate_grad_batches."
+            )
+        return self.trainer.accumulate_grad_batches
+
+    def _limit_batches(self, planner: Planner) -> int | None:
+        """Micro-batches per epoch that Lightning will run, where ``limit_train_batches`` says fewer than all."""
+        if self.trainer is None:
+            return None
+        limit = self.trainer.limit_train_batches
+        length = -(-planner.num_micro_batches // self.trainer.world_size)
+        return min(length, limit if isinstance(limit, int) else int(length * limit))
+
+    # -- features -----------------------------------------------------------------------------------------------------
+
+    def _make_cache(self, spec: FeatureSpec) -> FeatureCache:
+        store = self.documents
+        needed = cache_bytes(int(store.offsets[-1]), spec, self.target.facts.hidden_size, self.cache_dtype)
+        self._say(f"data: features of {store.offsets[-1]} tokens take {needed / 2**20:.0f} MiB of memory")
+        check_memory(needed)
+        return FeatureCache(
+            store,
+            self.target,
+            spec,
+            row_tokens=self.row_tokens if self.packing else None,
+            dtype=self.cache_dtype,
+            progress=self._is_main,
+        )
+
+    def on_before_batch_transfer(self, batch: TrainBatch, dataloader_idx: int) -> TrainBatch:
+        """Take the features from the cache while ids are still on the CPU, so that no device sync is needed."""
+        if self._cache is not None:
+            batch.features = self._cache.gather(batch)
+        return batch
+
+    def on_after_batch_transfer(self, batch: TrainBatch, dataloader_idx: int) -> TrainBatch:
+        """Fill ``batch.features``: computed by the target, or brought to its dtype if they come from the cache."""
+        if batch.features is None:
+            batch.features = self.target.features(batch.input_ids, batch.position_ids, self._binding()[2])
+        elif batch.features.hidden.dtype != self.target.dtype:
+            features = batch.features
+            features.hidden = features.hidden.to(self.target.dtype)
+            if features.last_hidden is not None:
+                features.last_hidden = features.last_hidden.to(self.target.dtype)
+        return batch
+
+    @property
+    def _is_main(self) -> bool:
+        return self.trainer is None or self.trainer.is_global_zero
+
+    def _say(self, *lines: str) -> None:
+        if self._is_main:
+            print(*lines, sep="\n", flush=True)

@@ -1,0 +1,124 @@
+"""Every record is read for what it is, or refused with file and line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dflash_lightning.data import ChatRow, PromptRow, TokenRow, check_prompt_lengths, load_prompts, read_rows
+
+
+def write(path: Path, *records: object) -> Path:
+    path.write_text("\n".join(json.dumps(record) for record in records) + "\n")
+    return path
+
+
+MESSAGES = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"messages": MESSAGES},
+        {"conversations": MESSAGES},
+        {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}, MESSAGES[1]]},
+    ],
+)
+def test_chat_spellings_give_the_same_messages(tmp_path: Path, record: dict) -> None:
+    (row,) = read_rows(write(tmp_path / "a.jsonl", record))
+    assert isinstance(row, ChatRow) and row.messages == MESSAGES
+
+
+def test_json_list_and_json_lines_hold_the_same_rows(tmp_path: Path) -> None:
+    records = [{"turns": ["a", "b"]}, {"messages": MESSAGES}]
+    (tmp_path / "a.json").write_text(json.dumps(records, indent=1))
+    rows = [list(read_rows(path)) for path in (tmp_path / "a.json", write(tmp_path / "a.jsonl", *records))]
+    assert [type(row) for row in rows[0]] == [type(row) for row in rows[1]] == [PromptRow, ChatRow]
+
+
+def test_extra_keys_of_a_message_reach_the_template(tmp_path: Path) -> None:
+    message = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}], "reasoning_content": "r"}
+    (row,) = read_rows(write(tmp_path / "a.jsonl", {"messages": [MESSAGES[0], message], "tools": [{"name": "f"}]}))
+    assert isinstance(row, ChatRow) and row.tools == [{"name": "f"}]
+    assert row.messages[1] == {**message, "content": ""}
+
+
+def test_tokenised_rows_are_read_verbatim(tmp_path: Path) -> None:
+    (row,) = read_rows(write(tmp_path / "a.jsonl", {"input_ids": [5, 6, 7], "loss_mask": [0, 1, True]}))
+    assert isinstance(row, TokenRow) and (row.input_ids, row.loss_mask) == ([5, 6, 7], [0, 1, 1])
+
+
+def test_limit_stops_before_a_broken_line(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"turns": ["a"]}\n{broken')
+    assert len(list(read_rows(path, limit=1))) == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"turns": ["a"', "a.jsonl:3: not valid JSON.*correct or remove this line"),
+        ("[1]", "a.jsonl:3: a record is a JSON object"),
+        ('{"text": "a"}', "a.jsonl:3: no known key.*'messages'"),
+        ('{"input_ids": [1]}', "a.jsonl:3: 'loss_mask' is missing.*need both"),
+        ('{"input_ids": [1, 2], "loss_mask": [1]}', "a.jsonl:3: 2 input_ids but 1 loss_mask"),
+        ('{"input_ids": [1], "loss_mask": [2]}', r"a.jsonl:3: loss_mask holds \[2\].*Use 1"),
+        ('{"input_ids": ["a"], "loss_mask": [1]}', "a.jsonl:3: 'input_ids' must be a list of whole numbers"),
+        ('{"turns": []}', "a.jsonl:3: 'turns' must be a list of texts"),
+        ('{"messages": "hi"}', "a.jsonl:3: 'messages' must be a list of messages"),
+        ('{"messages": [{"content": "hi"}]}', "a.jsonl:3: message 1 needs 'role' and 'content'"),
+        ('{"messages": [{"role": "robot", "content": "hi"}]}', "a.jsonl:3: message 1 has role 'robot'. Known roles"),
+        ('{"messages": [{"role": "user"}]}', "a.jsonl:3: message 1 .user. has no 'content'"),
+        ('{"messages": [{"role": "user", "content": [{"image": 1}]}]}', "a.jsonl:3: message 1 .*Only text"),
+    ],
+)
+def test_bad_record_is_refused_with_its_line(tmp_path: Path, line: str, message: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(f'{{"turns": ["a"]}}\n\n{line}\n')
+    with pytest.raises(ValueError, match=message):
+        list(read_rows(path))
+
+
+def test_cut_json_list_is_refused_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text('[\n{"turns": ["a"]},\n{"turns": ["b')
+    with pytest.raises(ValueError, match=r"a.json:3: not valid JSON.*was the file cut off"):
+        list(read_rows(path))
+
+
+def test_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"data.train: .*nowhere.jsonl is not a file.*Check the path"):
+        list(read_rows(tmp_path / "nowhere.jsonl", setting="data.train"))
+
+
+def test_file_inside_a_package_is_found_and_a_wrong_one_is_named() -> None:
+    with pytest.raises(ValueError, match=r"package 'dflash_lightning' is at .*path inside it"):
+        list(read_rows("package://dflash_lightning/data/nothing.jsonl"))
+    with pytest.raises(ValueError, match="package 'no_such_package' is not installed"):
+        list(read_rows("package://no_such_package/a.jsonl"))
+    with pytest.raises(ValueError, match="py.typed.*holds no rows"):
+        load_prompts("package://dflash_lightning/py.typed")
+
+
+def test_prompts_are_the_first_turns_and_histories_without_the_answer(tmp_path: Path) -> None:
+    system = {"role": "system", "content": "Be brief."}
+    path = write(tmp_path / "p.jsonl", {"turns": ["a", "b"]}, {"messages": [system, *MESSAGES]})
+    assert load_prompts(path) == [[{"role": "user", "content": "a"}], [system, MESSAGES[0]]]
+    assert len(load_prompts(path, limit=1)) == 1
+
+
+def test_row_that_holds_no_prompt_is_refused_with_its_line(tmp_path: Path) -> None:
+    path = write(tmp_path / "p.jsonl", {"turns": ["a"]}, {"messages": MESSAGES[1:]})
+    with pytest.raises(ValueError, match=r"p.jsonl:2: no user turn"):
+        load_prompts(path)
+    with pytest.raises(ValueError, match=r"q.jsonl:1: a tokenised row is not a prompt"):
+        load_prompts(write(tmp_path / "q.jsonl", {"input_ids": [1], "loss_mask": [1]}))
+
+
+def test_prompt_longer_than_the_models_positions_is_refused() -> None:
+    check_prompt_lengths([[1] * 6], 8, max_new_tokens=2)
+    with pytest.raises(ValueError, match=r"prompt 2 has 7 tokens.*model's 8 positions. Shorten the prompt"):
+        check_prompt_lengths([[1], [1] * 7], 8, max_new_tokens=2)
