@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from transformers import PretrainedConfig
 
@@ -17,14 +17,14 @@ class DraftConfig(PretrainedConfig):
     """Plain settings only, spelled as z-lab's checkpoints and transformers' DFlash generator spell them.
 
     ``target_layer_ids`` are 0-based decoder layers of the target (id ``i`` is the output of layer ``i``). ``is_causal``
-    ``None`` means by layer type, as z-lab's code does: sliding layers are causal inside a block, full layers see the whole
-    block. ``draft_vocab_size`` ``None`` means the whole target vocabulary; otherwise the model holds the ids in a buffer.
-    ``components`` names the conditioning, drafter and head: ``{"head": {"name": "marginal", "settings": {}}}``.
+    ``None`` means by layer type, as z-lab's code does: sliding layers are causal inside a block, full layers see the
+    whole block. ``draft_vocab_size`` ``None`` means the whole target vocabulary; otherwise the model holds the ids in a
+    buffer. ``components`` names the conditioning, drafter and head: ``{"head": {"name": "marginal", "settings": {}}}``.
     ``target`` identifies the model the drafter was made for: name, revision, digest, vocab_size.
     """
 
     model_type = "dflash_lightning"
-    default_theta: ClassVar[float | None] = None  # transformers would fill in 10000 where a file states no base
+    default_theta = None  # type: ignore[assignment]  # transformers would fill in 10000 where a file states no base
 
     def __init__(
         self,

@@ -33,6 +33,7 @@ class DraftModel(PreTrainedModel):
     """
 
     config: DraftConfig
+    draft_vocab: Tensor
     config_class = DraftConfig
     base_model_prefix = ""
     main_input_name = "noise_embeds"
@@ -74,7 +75,7 @@ class DraftModel(PreTrainedModel):
         features: TargetFeatures,
         position_ids: Int[Tensor, "B S"],
     ) -> Float[Tensor, "B N K H"]:
-        """Hidden states of every slot of every block; ``embeddings`` are the target's raw rows of ``layout.input_ids``."""
+        """Hidden states of every slot; ``embeddings`` are the target's raw rows of ``layout.input_ids``."""
         context = self.conditioning.prepare(features, position_ids, layout)
         return self.drafter(context.slot_inputs(embeddings.to(self.dtype), layout), layout, context)
 

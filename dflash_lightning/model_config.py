@@ -1,4 +1,4 @@
-"""What a drafter's configuration must hold: made from a target and the parts of a recipe, and checked before any weight."""
+"""A drafter's configuration, made from a target and the parts of a recipe, and checked before there is any weight."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def make_draft_config(
     if mask_token_id in special.values():
         name = next(name for name, value in special.items() if value == mask_token_id)
         raise ValueError(
-            f"block.mask_token_id: {mask_token_id} is the {name.split()[0]} token of {facts.name}, which real text contains. "
+            f"block.mask_token_id: {mask_token_id} is the {name.split()[0]} token of {facts.name}, which text contains. "
             "Leave it null to let an unused id be chosen, or name one."
         )
     check_config(config)
@@ -94,24 +94,24 @@ def check_config(config: DraftConfig) -> None:
     assert config.alignment  # refuses block size and label layout by itself
     if config.hidden_size != config.target_hidden_size:
         raise ValueError(
-            f"hidden_size: the drafter's is {config.hidden_size}, the target's {config.target_hidden_size}. They must be equal, "
-            "because the drafter uses the target's embedding and language head."
+            f"hidden_size: the drafter's is {config.hidden_size}, the target's {config.target_hidden_size}. They must "
+            "be equal, because the drafter uses the target's embedding and language head."
         )
     if config.mask_token_id >= config.vocab_size:
         raise ValueError(
-            f"block.mask_token_id: {config.mask_token_id} is outside the target's embedding (rows 0..{config.vocab_size - 1}). "
-            "Leave it null to let an unused row be chosen."
+            f"block.mask_token_id: {config.mask_token_id} is outside the target's embedding "
+            f"(rows 0..{config.vocab_size - 1}). Leave it null to let an unused row be chosen."
         )
     outside = [i for i in config.target_layer_ids if not 0 <= i < config.num_target_layers]
     if outside:
         raise ValueError(
-            f"target_layer_ids: {config.target_layer_ids} names {outside}, but the target has {config.num_target_layers} "
-            f"decoder layers (0..{config.num_target_layers - 1})."
+            f"target_layer_ids: {config.target_layer_ids} names {outside}, but the target has "
+            f"{config.num_target_layers} decoder layers (0..{config.num_target_layers - 1})."
         )
     if config.draft_vocab_size is not None and not 0 < config.draft_vocab_size <= config.vocab_size:
         raise ValueError(
-            f"draft_vocab_size: {config.draft_vocab_size} is not between 1 and the target's {config.vocab_size} embedding rows. "
-            "Use null for the whole vocabulary."
+            f"draft_vocab_size: {config.draft_vocab_size} is not between 1 and the target's {config.vocab_size} "
+            "embedding rows. Use null for the whole vocabulary."
         )
     if len(config.layer_types) != config.num_hidden_layers:
         raise ValueError(

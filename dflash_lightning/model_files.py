@@ -13,14 +13,14 @@ import torch
 from safetensors import SafetensorError
 from transformers.utils import cached_file
 
-from dflash_lightning.draft_config import DraftConfig, lift_settings
+from dflash_lightning.draft_config import NESTED, DraftConfig, lift_settings
 
 PARTS = ("conditioning.", "drafter.", "head.")
 COMPILED = "_orig_mod."
 
 
 def file_names(model: torch.nn.Module) -> dict[str, str]:
-    """The name under which each entry of ``model.state_dict()`` is saved: without the part's name, as z-lab's files have it.
+    """The name under which each entry of ``model.state_dict()`` is saved: z-lab's, without the part's name in front.
 
     ``conditioning.fc.weight`` is saved as ``fc.weight``. What ``torch.compile`` puts in front of a module is left out.
     """
@@ -44,7 +44,7 @@ def read_draft_config(folder: str | Path, **hub: Any) -> DraftConfig:
         raise ValueError(
             f"{folder}: there is no config.json, so it holds no drafter. Give the folder of a saved drafter."
         )
-    raw = json.loads(Path(cached_file(str(folder), "config.json", **hub)).read_text())
+    raw = json.loads(Path(str(cached_file(str(folder), "config.json", **hub))).read_text())
     settings = lift_settings(raw)
     if raw.get("model_type") != DraftConfig.model_type:
         settings = _adopt(settings, folder)
@@ -55,8 +55,8 @@ def _adopt(settings: Mapping[str, Any], folder: str | Path) -> dict[str, Any]:
     """Settings of a z-lab style file as ours: the same fields, plus the parts that its weights belong to."""
     if "target_layer_ids" not in settings:
         raise ValueError(
-            f"{folder}: config.json states no target_layer_ids, at the top level or in 'dflash_config', so it is no drafter "
-            f"that is known here (model_type {settings.get('model_type')!r})."
+            f"{folder}: config.json states no target_layer_ids, at the top level or in {NESTED!r}, so it is no drafter "
+            f"known here (model_type {settings.get('model_type')!r}). Give a saved drafter's folder."
         )
     dropped = ("model_type", "architectures", "auto_map", "transformers_version", "dtype", "torch_dtype")
     kept = {key: value for key, value in settings.items() if key not in dropped}
@@ -92,15 +92,8 @@ def load_draft_weights(
     # One pattern per first name ("fc", "layers", ..): `^fc\.` becomes `conditioning.fc.`.
     renamed = {(own[: len(own) - len(name)], name.split(".")[0]) for own, name in names.items() if own != name}
     mapping = {rf"^{first}\.": f"{part}{first}." for part, first in sorted(renamed)}
-    model, info = load(
-        str(path),
-        *args,
-        config=config,
-        key_mapping=mapping,
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,
-        **kwargs,
-    )
+    kwargs |= {"key_mapping": mapping, "output_loading_info": True, "ignore_mismatched_sizes": True}
+    model, info = load(str(path), *args, config=config, **kwargs)
     faults = {
         "missing": sorted(names.get(key, key) for key in info["missing_keys"]),
         "unexpected": sorted(names.get(key, key) for key in info["unexpected_keys"]),

@@ -17,9 +17,10 @@ from dflash_lightning.types import BlockLayout, FeatureSpec, TargetFeatures
 class Conditioning(Component, nn.Module, ABC, axis=True):
     """Turns target features into what the draft layers read.
 
-    Settings only in the constructor; ``build`` makes the weights. ``prepare`` serves training (all context of a batch at
-    once, gradients enabled), ``extend`` serves decoding (a chunk of new rows per round, in place, compiled with static
-    shapes: no Python branch on tensor values). Both must give a block the same context: a test holds them together.
+    Settings only in the constructor; ``build`` makes the weights. ``prepare`` serves training (all context of a batch
+    at once, gradients enabled), ``extend`` serves decoding (a chunk of new rows per round, in place, compiled with
+    static shapes: no Python branch on tensor values). Both must give a block the same context: a test holds them
+    together.
     """
 
     target_layer_ids: list[int] | None

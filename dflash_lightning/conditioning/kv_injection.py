@@ -100,7 +100,8 @@ class KVInjection(Conditioning):
             shape = None if norm is None else tuple(norm.shape)
             raise ValueError(
                 f"conditioning: a warm start needs an input_layernorm of shape {(width,)} in target layer "
-                f"{next(iter(layers))}, found {shape}, with features of width {each}. Set drafter.init_from_target=false."
+                f"{next(iter(layers))}, found {shape}, with features of width {each}. "
+                "Set drafter.init_from_target=false."
             )
         deepest = self._layer_ids.index(max(self._layer_ids))
         self.fc.weight.mul_(WARM_START_NOISE)
@@ -123,7 +124,7 @@ class _TrainingContext(ContextState):
 
 @dataclass
 class _DecodingContext(ContextState):
-    """New rows at positions ``first ..`` beside those that the cache holds already; one block per row, at the cursor."""
+    """New rows at positions ``first ..`` beside those that the cache holds; one block per row, at the cursor."""
 
     states: Float[Tensor, "B R H"]
     first: Int[Tensor, " B"]

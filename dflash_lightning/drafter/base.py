@@ -42,7 +42,7 @@ class Drafter(Component, nn.Module, ABC, axis=True):
         """Let every layer project the new rows of a decoding ``context`` into its cache, without drafting a block."""
 
     def warm_start_layers(self, num_target_layers: int) -> list[int]:
-        """Target decoder layers that ``warm_start`` copies, one per draft layer; empty where no warm start is asked for."""
+        """Target decoder layers that ``warm_start`` copies, one per draft layer; empty where none is asked for."""
         return []
 
     def warm_start(self, layers: list[Mapping[str, Tensor]]) -> None:

@@ -1,4 +1,4 @@
-"""The backbone of DFlash: a few decoder layers over a block, z-lab's weights name by name (arXiv 2602.06036 sec. 4.1)."""
+"""The backbone of DFlash (arXiv 2602.06036 sec. 4.1): a few decoder layers over a block, named as z-lab names them."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 class BlockTransformer(Drafter):
     """Pre-norm decoder layers with per-head q/k norm, SwiGLU and plain rotary embedding.
 
-    Null settings are the target's own, except ``rope_parameters``: null rotates the whole head plainly with the target's
-    ``rope_theta`` and is written out in the config. Copying the target's RoPE would claim a scaling or a partial rotation
-    that the drafter does not have (field_reports F056-F060). ``init_from_target`` starts every layer from one of the
-    target's last layers; where those have no q/k norm, its gain starts at ``qk_norm_gain`` (1.5 learnt faster than 1.0 on
-    SmolLM2). ``is_causal`` null means by layer type: sliding layers are causal inside a block, full ones are not.
+    Null settings are the target's own, except ``rope_parameters``: null rotates the whole head plainly with the
+    target's ``rope_theta`` and is written out in the config. Copying the target's RoPE would claim a scaling or a
+    partial rotation that the drafter does not have (field_reports F056-F060). ``init_from_target`` starts every layer
+    from one of the target's last layers; where those have no q/k norm, its gain starts at ``qk_norm_gain`` (1.5 learnt
+    faster than 1.0 on SmolLM2). ``is_causal`` null means by layer type: sliding layers are causal inside a block, full
+    ones are not.
     """
 
     name = "block_transformer"
@@ -102,7 +103,7 @@ class BlockTransformer(Drafter):
         self._head_dim = config.head_dim
         self.layers = nn.ModuleList(DraftLayer(config, i) for i in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        for layer in self.layers:
+        for layer in self._layers():
             layer.initialise(std=self.init_std, qk_norm_gain=self.qk_norm_gain)
 
     def forward(
@@ -114,7 +115,7 @@ class BlockTransformer(Drafter):
         return self.norm(slots)
 
     def absorb(self, context: ContextState) -> None:
-        for layer in self.layers:
+        for layer in self._layers():
             context.sources(layer.index, layer.self_attn.project_context)
 
     def warm_start_layers(self, num_target_layers: int) -> list[int]:
@@ -122,15 +123,18 @@ class BlockTransformer(Drafter):
             return []
         if self.num_layers > num_target_layers:
             raise ValueError(
-                f"drafter.num_layers: {self.num_layers} layers cannot start from a target of {num_target_layers} layers. "
+                f"drafter.num_layers: {self.num_layers} layers cannot start from a target of {num_target_layers}. "
                 "Use fewer, or set init_from_target=false."
             )
         return list(range(num_target_layers - self.num_layers, num_target_layers))
 
     @torch.no_grad()
     def warm_start(self, layers: list[Mapping[str, Tensor]]) -> None:
-        for index, (layer, source) in enumerate(zip(self.layers, layers, strict=True)):
+        for index, (layer, source) in enumerate(zip(self._layers(), layers, strict=True)):
             copy_layer(source, layer, where=f"drafter layer {index}")
+
+    def _layers(self) -> list[DraftLayer]:
+        return list(self.layers)  # type: ignore[arg-type]
 
     def _rope(self, facts: TargetFacts) -> dict[str, Any]:
         if self.rope_parameters is not None:
@@ -150,7 +154,8 @@ class BlockTransformer(Drafter):
             raise ValueError(f"drafter.layer_types: {unknown} are unknown. Use {list(LAYER_TYPES)}.")
         if self.layer_types is not None and len(types) != self.num_layers:
             raise ValueError(
-                f"drafter.layer_types: {len(types)} entries for num_layers={self.num_layers}. Give one per layer, or null."
+                f"drafter.layer_types: {len(types)} entries for num_layers={self.num_layers}. "
+                "Give one per layer, or null."
             )
         sliding = "sliding_attention" in types
         if sliding and (self.sliding_window is None or self.sliding_window < 1):

@@ -32,16 +32,16 @@ def copy_layer(source: Mapping[str, Tensor], layer: DraftLayer, *, where: str) -
     """Copy a target decoder layer's state dict into ``layer``; q/k norms only where the target has them.
 
     Raises:
-        ValueError: a shape differs, or the target layer has weights that a draft layer has no place for (biases, experts,
-            further norms): half a layer is not a warm start.
+        ValueError: a shape differs, or the target layer has weights that a draft layer has no place for (biases,
+            experts, further norms): half a layer is not a warm start.
     """
     own = layer.state_dict()
     unknown = sorted(set(source) - set(own))
     missing = sorted(set(own) - set(source) - set(OPTIONAL))
     if unknown or missing:
         raise ValueError(
-            f"{where}: the target's layer has no counterpart here for {unknown} and lacks {missing}, so it cannot be copied. "
-            "Set drafter.init_from_target=false."
+            f"{where}: the target's layer has {unknown}, which a draft layer does not, and lacks {missing}, so it "
+            "cannot be copied. Set drafter.init_from_target=false."
         )
     for name, value in source.items():
         if value.shape != own[name].shape:

@@ -39,11 +39,11 @@ def block_attention(
 ) -> Float[Tensor, "B N K Hq D"]:
     """Attention output of every slot over all ``sources`` and its own block; softmax in fp32.
 
-    A slot always sees itself, so every row is finite even without context. ``causal`` hides later slots of the own block.
-    ``window`` W hides rows W or more positions away: context ``(slot_row + i) - j < W``, own block ``|i - j| < W``.
-    Sources may have Hkv or Hq heads. One block per row (decoding) is plain masked attention over the whole context buffer,
-    without a Python branch on tensor values, so that it compiles to one static graph; many blocks go through
-    ``flex_attention`` on CUDA and through the chunked path below elsewhere (flex has no CPU backward).
+    A slot always sees itself, so every row is finite even without context. ``causal`` hides later slots of the own
+    block. ``window`` W hides rows W or more positions away: context ``(slot_row + i) - j < W``, own block
+    ``|i - j| < W``. Sources may have Hkv or Hq heads. One block per row (decoding) is plain masked attention over the
+    whole context buffer, without a Python branch on tensor values, so that it compiles to one static graph; many blocks
+    go through ``flex_attention`` on CUDA and through the chunked path below elsewhere (flex has no CPU backward).
     """
     num_blocks, block_size = q.shape[1:3]
     own = own_visible(block_size, causal=causal, window=window, device=q.device)
@@ -114,7 +114,10 @@ class _Plan:
 
 
 def _plan_chunks(sources: Sequence[KVSource], q: Tensor, window: int | None) -> list[_Chunk]:
-    """Neighbouring blocks in pieces of about ``CHUNK_SLOTS`` slots, with the context rows they need (CPU only: reads values)."""
+    """Neighbouring blocks in pieces of about ``CHUNK_SLOTS`` slots, with the context rows they need.
+
+    Reads tensor values, which costs nothing on a CPU.
+    """
     batch, num_blocks, block_size = q.shape[:3]
     step = max(1, CHUNK_SLOTS // block_size)
     intervals = []
@@ -129,8 +132,8 @@ def _plan_chunks(sources: Sequence[KVSource], q: Tensor, window: int | None) -> 
         for first in range(0, num_blocks, step):
             last = min(first + step, num_blocks)
             slices = []
-            for start, end in intervals:
-                low, high = min(start[row][first:last]), max(end[row][first:last])
+            for starts, ends in intervals:
+                low, high = min(starts[row][first:last]), max(ends[row][first:last])
                 slices.append((low, high) if low < high else (0, 0))
             chunks.append(_Chunk(row, first, last, slices))
     return chunks
@@ -157,15 +160,25 @@ def _scores(
     contexts: Sequence[tuple[Tensor, Tensor]],
     scale: float,
 ) -> list[Tensor]:
-    """Masked, scaled scores [b, h, n, G, K, columns] of the own block and of every (keys [b, R, h, D], visible [b, n, k, R])."""
+    """Masked, scaled scores [b, h, n, G, K, columns] in ``compute_dtype``: own block first, then every context.
+
+    A context is (keys [b, R, h, D], visible [b, n, k, R]).
+    """
     dtype = compute_dtype(q.dtype)
     b, h, n, g, k, d = q.shape
-    mine = (q.reshape(b, h, n, g * k, d) @ k_own.transpose(-1, -2)).view(b, h, n, g, k, k).to(dtype) * scale
-    scores = [mine.masked_fill_(~own, float("-inf"))]
-    for keys, visible in contexts:
-        flat = q.reshape(b, h, n * g * k, d) @ keys.permute(0, 2, 3, 1)
-        score = flat.view(b, h, n, g, k, -1).to(dtype) * scale
-        scores.append(score.masked_fill_(~visible[:, None, :, None], float("-inf")))
+    early = q.dtype == dtype  # scaling q is cheaper than scaling scores, but would round twice in bf16
+    if early:
+        q = q * scale
+    scores = []
+    for keys, seen in [(None, own), *contexts]:
+        if keys is None:
+            product = q.reshape(b, h, n, g * k, d) @ k_own.transpose(-1, -2)
+        else:
+            product = q.reshape(b, h, n * g * k, d) @ keys.permute(0, 2, 3, 1)
+            seen = seen[:, None, :, None]
+        score = product.view(b, h, n, g, k, -1)
+        score = score if early else score.to(dtype).mul_(scale)
+        scores.append(score.masked_fill_(~seen, float("-inf")))
     return scores
 
 
@@ -181,13 +194,15 @@ def _attend(
     heads = k_own.shape[3]
     grouped = _group(q, heads)
     b, h, n, g, k, d = grouped.shape
+    parts = [part for part in parts if part[0].shape[1]]
     scores = _scores(grouped, k_own.permute(0, 3, 1, 2, 4), own, [(keys, seen) for keys, _, seen in parts], scale)
     top = scores[0].amax(-1)  # never -inf: a slot sees itself
     for score in scores[1:]:
-        if score.shape[-1]:
-            top = torch.maximum(top, score.amax(-1))
-    weights = [(score - top[..., None]).exp() for score in scores]
-    total = torch.stack([weight.sum(-1) for weight in weights]).sum(0)
+        top = torch.maximum(top, score.amax(-1))
+    weights = [(score - top[..., None]).exp_() for score in scores]
+    total = weights[0].sum(-1)
+    for weight in weights[1:]:
+        total = total + weight.sum(-1)
     weights = [weight.to(q.dtype) for weight in weights]
     mine = weights[0].reshape(b, h, n, g * k, k) @ v_own.permute(0, 3, 1, 2, 4)
     out = mine.view(b, h, n, g, k, d).to(total.dtype)
@@ -261,22 +276,28 @@ def _chunk_backward(
     scores = _scores(q, k_own, plan.own, list(zip(keys, seen, strict=True)), plan.scale)
     dot = (out.to(lse.dtype) * grad).sum(-1, keepdim=True)  # [b, h, n, G, K, 1]: sum over columns of p * dp
 
+    def weights(index: int) -> Tensor:
+        return scores[index].sub_(lse[..., None]).exp_()
+
     def slope(weight: Tensor, dp: Tensor) -> Tensor:
-        return (weight * (dp.view_as(weight) - dot) * plan.scale).to(q.dtype)
+        dp = dp.view_as(weight)
+        dp = dp.sub_(dot) if dp.dtype == dot.dtype else dp - dot
+        return dp.mul_(weight).to(q.dtype)
 
     per_block, flat = (b, h, n, g * k), (b, h, n * g * k)
-    weight = (scores[0] - lse[..., None]).exp()
+    scaled = (q.to(lse.dtype) * plan.scale).to(q.dtype)
+    weight = weights(0)
     ds = slope(weight, grad.reshape(*per_block, d) @ v_own.transpose(-1, -2)).view(*per_block, k)
     dq = (ds @ k_own).reshape(*flat, d).to(lse.dtype)
-    grads[1][at] += (ds.transpose(-1, -2) @ q.reshape(*per_block, d)).permute(0, 2, 3, 1, 4)
+    grads[1][at] += (ds.transpose(-1, -2) @ scaled.reshape(*per_block, d)).permute(0, 2, 3, 1, 4)
     weight = weight.to(q.dtype).view(*per_block, k)
     grads[2][at] += (weight.transpose(-1, -2) @ grad.reshape(*per_block, d)).permute(0, 2, 3, 1, 4)
-    q_flat, grad_flat = q.reshape(*flat, d), grad.reshape(*flat, d)
+    scaled, grad = scaled.reshape(*flat, d), grad.reshape(*flat, d)
     for i, span in enumerate(spans):
-        weight = (scores[1 + i] - lse[..., None]).exp()
-        ds = slope(weight, grad_flat @ values[i].permute(0, 2, 3, 1)).view(*flat, -1)
+        weight = weights(1 + i)
+        ds = slope(weight, grad @ values[i].permute(0, 2, 3, 1)).view(*flat, -1)
         dq += ds @ keys[i].permute(0, 2, 1, 3)
-        grads[3 + i][span] += (ds.transpose(-1, -2) @ q_flat).permute(0, 2, 1, 3)
+        grads[3 + i][span] += (ds.transpose(-1, -2) @ scaled).permute(0, 2, 1, 3)
         weight = weight.to(q.dtype).view(*flat, -1)
-        grads[3 + count + i][span] += (weight.transpose(-1, -2) @ grad_flat).permute(0, 2, 1, 3)
-    grads[0][at] = _ungroup(dq.view(b, h, n, g, k, d))
+        grads[3 + count + i][span] += (weight.transpose(-1, -2) @ grad).permute(0, 2, 1, 3)
+    grads[0][at] = _ungroup(dq.view(b, h, n, g, k, d) * plan.scale)

@@ -1,4 +1,4 @@
-"""The same block attention by ``flex_attention``, for CUDA: the mask is a function, tiles that nobody sees are skipped."""
+"""The same block attention by ``flex_attention``, for CUDA: the mask is a function, tiles nobody sees are skipped."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ def flex_block_attention(
 def make_mask_mod(
     sources: Sequence[KVSource], lengths: Sequence[int], block_size: int, *, causal: bool, window: int | None
 ) -> MaskMod:
-    """Whether slot row ``q`` (flat over blocks) of batch row ``b`` sees column ``c``; the rule of ``block_attention``."""
+    """Whether slot row ``q`` (flat over blocks) of batch row ``b`` sees column ``c``; ``block_attention``'s rule."""
 
-    def sees(b: Tensor, q: Tensor, c: Tensor) -> Tensor:
+    def mask_mod(b: Tensor, h: Tensor, q: Tensor, c: Tensor) -> Tensor:
         block, slot = q // block_size, q % block_size
         seen = torch.zeros_like(c, dtype=torch.bool) & (q < 0)
         first = 0
@@ -69,4 +69,4 @@ def make_mask_mod(
             own = own & (distance.abs() < window)
         return seen | own
 
-    return lambda b, h, q, c: sees(b, q, c)  # flex counts the parameters of what it is given
+    return mask_mod

@@ -13,7 +13,7 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class RMSNorm(nn.Module):
-    """``weight * x / rms(x)`` over the last dimension, in the dtype of ``x`` but computed in fp32, also under autocast."""
+    """``weight * x / rms(x)`` over the last dimension, in the dtype of ``x``; computed in fp32, also under autocast."""
 
     def __init__(self, size: int, *, eps: float) -> None:
         super().__init__()

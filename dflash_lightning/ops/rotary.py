@@ -1,7 +1,7 @@
 """Rotary position embedding of the plain kind: full rotary, half-split pairs, no scaling.
 
-The angles are computed from (theta, head_dim, positions) whenever they are needed: there is no buffer that a cast to bf16
-could round, that a meta-device load could leave empty, or that could exist on some ranks only (field_reports F070).
+The angles are computed from (theta, head_dim, positions) whenever they are needed: there is no buffer that a cast to
+bf16 could round, that a meta-device load could leave empty, or that could exist on some ranks only (F070).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def check_rope(rope_parameters: Mapping[str, Any], *, where: str) -> float:
     """The rotary base of ``rope_parameters``, after checking that they describe the plain kind.
 
     Raises:
-        ValueError: a scaled or partial rotation, or no base. A drafter that rotates otherwise than it says it does drafts
+        ValueError: a scaled or partial rotation, or no base. A drafter that rotates otherwise than it says drafts
             badly without any error (field_reports F056-F060), so nothing is assumed here.
     """
     kind = rope_parameters.get("rope_type", rope_parameters.get("type", "default"))
@@ -55,7 +55,7 @@ def make_rotation(
 
 
 def rotate(x: Float[Tensor, "*rows heads D"], rotation: Rotation) -> Float[Tensor, "*rows heads D"]:
-    """``x`` with its feature pairs (i, i + D/2) turned by the angles of ``rotation``; computed in fp32, returned in x's dtype."""
+    """``x`` with its feature pairs (i, i + D/2) turned by ``rotation``; computed in fp32, returned in x's dtype."""
     cos, sin = (part[..., None, :] for part in rotation)
     first, second = x.chunk(2, dim=-1)
     turned = torch.cat([-second, first], dim=-1)

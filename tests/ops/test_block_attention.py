@@ -43,7 +43,7 @@ def dense_attention(q, k_own, v_own, sources, *, causal, window, scale):
 
 
 def make_case(*, dtype=torch.float64, num_blocks=5, seed=0, source_heads=(2,)):
-    """Two rows of 20 positions: overlapping blocks, two packed documents in row 0, two padding blocks at the end of row 1."""
+    """Two rows of 20 positions: overlapping blocks, two packed documents in row 0, two padding blocks in row 1."""
     g = torch.Generator().manual_seed(seed)
     rand = lambda *shape: torch.randn(*shape, generator=g, dtype=dtype).requires_grad_()  # noqa: E731
     anchors = torch.tensor([[2, 3, 5, 13, 16], [1, 7, 8, 0, 0]])[:, :num_blocks]
@@ -84,6 +84,8 @@ def test_one_block_per_row_equals_the_dense_oracle(causal, window):
     torch.testing.assert_close(out, dense_attention(q, k_own, v_own, sources, **args), rtol=0, atol=1e-12)
 
 
+@pytest.mark.compiled
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
 @pytest.mark.parametrize(("causal", "window"), CASES)
 def test_flex_attention_sees_what_the_portable_path_sees(causal, window):
     """Flex has no CPU backward, so values only; the mask function is the one that CUDA uses."""
@@ -96,7 +98,7 @@ def test_flex_attention_sees_what_the_portable_path_sees(causal, window):
 
 
 def visible_counts(anchors, length, block_size, causal, window):
-    """How many columns each slot gives weight to, measured on the attention itself: all scores equal, values one-hot."""
+    """How many columns each slot gives weight to, measured on the attention: all scores equal, values one-hot."""
     columns = length + len(anchors) * block_size
     ends = torch.tensor([anchors])
     eye = torch.eye(columns)
