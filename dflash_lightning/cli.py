@@ -64,6 +64,7 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_fit(commands)
     _add_evaluate(commands)
+    _add_report(commands)
     _add_generate(commands)
     _add_regenerate(commands)
     _add_show(commands)
@@ -142,6 +143,24 @@ Decode held-out prompts with and without the drafter, through the same loop, and
     parser.add_argument("--json", metavar="OUT", help="also write the report to this file")
 
 
+def _add_report(commands: _Commands) -> None:
+    text = """\
+Measure a finished run on held-out prompts and write report.json into its folder: tau, identity with plain decoding on
+every prompt, and, on some prompts one at a time, seconds per token against the same loop without drafts and against
+transformers.generate, the three taking turns."""
+    parser = _add(commands, "report", _report_run, "a finished run's numbers, against two baselines", text)
+    parser.add_argument("run_dir", metavar="RUN", help="the run folder")
+    parser.add_argument("--target", metavar="T", help=f"{_TARGET_HELP}; default: the run's")
+    _add_device_arguments(parser)
+    parser.add_argument("--prompts", required=True, metavar="FILE", help="JSONL with messages, conversations or turns")
+    parser.add_argument("--limit", type=_count, metavar="N", help="use the first N prompts; default: all")
+    parser.add_argument("--timed", type=_count, default=8, metavar="N", help="prompts that are timed; default: 8")
+    parser.add_argument("--max-new-tokens", type=_count, default=128, metavar="N", help="default: %(default)s")
+    parser.add_argument("--batch-size", type=_count, default=16, metavar="B", help="for acceptance; default: 16")
+    parser.add_argument("--started", type=float, metavar="T", help="when the whole began (seconds since 1970)")
+    parser.set_defaults(temperature=0.0, top_k=None, top_p=None, seed=0)
+
+
 def _add_generate(commands: _Commands) -> None:
     text = """\
 Answer one prompt, streaming. Tokens that the drafter proposed and the target accepted are shown in green."""
@@ -206,6 +225,12 @@ def _evaluate(args: argparse.Namespace) -> int:
     from dflash_lightning.commands.evaluate import evaluate
 
     return evaluate(args)
+
+
+def _report_run(args: argparse.Namespace) -> int:
+    from dflash_lightning.commands.report import report
+
+    return report(args)
 
 
 def _generate(args: argparse.Namespace) -> int:
