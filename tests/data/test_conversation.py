@@ -39,13 +39,15 @@ QWEN3 = (
     "{%- else -%}{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' -}}{%- endif -%}"
     "{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}"
-    "{%- if enable_thinking is defined and enable_thinking is false -%}{{- '<think>\\n\\n</think>\\n\\n' -}}{%- endif -%}"
+    "{%- if enable_thinking is defined and enable_thinking is false -%}"
+    "{{- '<think>\\n\\n</think>\\n\\n' -}}{%- endif -%}"
     "{%- endif -%}"
 )
 # Gemma-like: the turn ends with a token that is not the eos, and a newline follows it.
 GEMMA = (
     "{{ bos_token }}{% for m in messages %}<start_of_turn>{{ 'model' if m['role'] == 'assistant' else m['role'] }}\n"
-    "{{ m['content'] | trim }}<end_of_turn>\n{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+    "{{ m['content'] | trim }}<end_of_turn>\n{% endfor %}"
+    "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
 )
 # Harmony-like: the response opens with a channel header, which the target generates, and closes with another token in
 # history than at the end.
@@ -269,7 +271,7 @@ TEXT = st.lists(st.sampled_from(PIECES), max_size=12).map("".join)
     merged=st.booleans(),
 )
 def test_supervised_text_is_the_response_and_its_end_of_turn(template: str, texts: list[str], merged: bool) -> None:
-    """Any conversation, any template: what is supervised, decoded, is what follows the served prompt, up to the stop."""
+    """Any conversation, any template: what is supervised is what follows the served prompt, up to the stop."""
     merges = (("Ċ", "Ċ"), ("a", "b"), ("Ġ", "a"), ("Ċ", "a")) if merged else ()
     renderer = ChatRenderer(make_tokenizer(template, merges))
     messages = chat(*texts)
@@ -310,7 +312,7 @@ def test_render_that_does_not_extend_the_generation_prompt_is_unusable() -> None
 
 
 def test_tokenizer_without_chat_template_is_refused() -> None:
-    with pytest.raises(ValueError, match="has no chat template.*instruct model's tokenizer"):
+    with pytest.raises(ValueError, match=r"has no chat template.*instruct model's tokenizer"):
         ChatRenderer(make_tokenizer(None))
 
 
@@ -325,5 +327,5 @@ def test_template_setting_that_the_template_never_reads_is_refused() -> None:
 
 
 def test_unknown_supervision_is_refused() -> None:
-    with pytest.raises(ValueError, match="Use one of .*all_turns"):
+    with pytest.raises(ValueError, match=r"Use one of .*all_turns"):
         ChatRenderer(make_tokenizer(CHATML), supervise="everything")  # type: ignore[arg-type]

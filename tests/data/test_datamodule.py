@@ -352,7 +352,7 @@ def test_strict_turns_warnings_into_errors(tiny_target: FrozenTarget, chats: str
 def test_loader_without_a_bound_block_says_what_to_do(tiny_target: FrozenTarget, chats: str) -> None:
     data = DraftData(tiny_target, train=chats, max_length=128)
     data.setup()
-    with pytest.raises(ValueError, match="call DraftData.bind"):
+    with pytest.raises(ValueError, match=r"call DraftData\.bind"):
         data.train_dataloader()
 
 

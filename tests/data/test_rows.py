@@ -97,9 +97,9 @@ def test_missing_file_is_named(tmp_path: Path) -> None:
 def test_file_inside_a_package_is_found_and_a_wrong_one_is_named() -> None:
     with pytest.raises(ValueError, match=r"package 'dflash_lightning' is at .*path inside it"):
         list(read_rows("package://dflash_lightning/data/nothing.jsonl"))
-    with pytest.raises(ValueError, match="package 'no_such_package' is not installed"):
+    with pytest.raises(ValueError, match=r"package 'no_such_package' is not installed"):
         list(read_rows("package://no_such_package/a.jsonl"))
-    with pytest.raises(ValueError, match="py.typed.*holds no rows"):
+    with pytest.raises(ValueError, match=r"py.typed.*holds no rows"):
         load_prompts("package://dflash_lightning/py.typed")
 
 
