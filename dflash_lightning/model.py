@@ -104,16 +104,20 @@ class DraftModel(PreTrainedModel):
     ) -> Float[Tensor, "B K H"]:
         """Take in ``keep[b]`` of ``R`` new context rows, then run the block whose root stands at the cursor.
 
-        Works in place on ``cache``. No Python branch depends on a tensor's value, so it compiles to one static graph.
+        ``hidden`` holds the layers of ``required()`` in that order. Works in place on ``cache``. No Python branch depends on a tensor's value, so it compiles to one static graph.
         """
-        context = self.conditioning.extend(hidden, keep, cache)
+        context = self.conditioning.extend(self._tapped(hidden), keep, cache)
         layout = _decoding_layout(cache.cursor, embeddings.shape[1])
         slots = context.slot_inputs(embeddings[:, None].to(self.dtype), layout)
         return self.drafter(slots, layout, context)[:, 0]
 
     def extend_cache(self, hidden: Float[Tensor, "B R T Ht"], keep: Int[Tensor, " B"], cache: DraftCache) -> None:
         """Take in context rows without drafting, for all but the last chunk of a prompt."""
-        self.drafter.absorb(self.conditioning.extend(hidden, keep, cache))
+        self.drafter.absorb(self.conditioning.extend(self._tapped(hidden), keep, cache))
+
+    def _tapped(self, hidden: Float[Tensor, "B R T Ht"]) -> Float[Tensor, "B R t Ht"]:
+        """The layers that the conditioning reads, in its own order, out of those of ``required()``."""
+        return TargetFeatures(self.required().layer_ids, hidden).select(self.conditioning.required().layer_ids)
 
     # -- start and files ----------------------------------------------------------------------------------------------
 

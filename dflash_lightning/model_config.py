@@ -32,6 +32,8 @@ def make_draft_config(
 ) -> DraftConfig:
     """The configuration of a drafter for the target that ``facts`` describe, every null resolved and written out.
 
+    The mask id is only checked against the embedding's rows here; ``target.check_mask_token_id`` knows the tokenizer.
+
     Raises:
         ValueError: a setting that does not fit this target; the message says which, and what to do.
     """
@@ -61,13 +63,6 @@ def make_draft_config(
             "embedding_scale": facts.embedding_scale,
         },
     )
-    special = {"bos": facts.bos_token_id, "pad": facts.pad_token_id, **{f"eos {i}": i for i in facts.eos_token_ids}}
-    if mask_token_id in special.values():
-        name = next(name for name, value in special.items() if value == mask_token_id)
-        raise ValueError(
-            f"block.mask_token_id: {mask_token_id} is the {name.split()[0]} token of {facts.name}, which text contains. "
-            "Leave it null to let an unused id be chosen, or name one."
-        )
     check_config(config)
     return config
 

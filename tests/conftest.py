@@ -13,7 +13,13 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig as HFConfig
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
+from dflash_lightning.block import Anchored
+from dflash_lightning.conditioning import KVInjection
+from dflash_lightning.drafter import BlockTransformer
+from dflash_lightning.head import MarginalHead
+from dflash_lightning.model import DraftModel, make_draft_config
 from dflash_lightning.target import FrozenTarget
+from dflash_lightning.types import BlockLayout
 
 VOCAB_SIZE = 272  # embedding rows: 256 bytes, 6 specials, 10 spare rows
 SPECIALS = ["<|pad|>", "<|bos|>", "<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|spare|>"]
@@ -143,6 +149,79 @@ def make_target(byte_tokenizer: PreTrainedTokenizerFast) -> Callable[..., Frozen
 def tiny_target(make_target: Callable[..., FrozenTarget]) -> FrozenTarget:
     """A tiny Llama with the byte tokenizer, shared by the whole session: never changed by anything."""
     return make_target("llama")
+
+
+MASK = SPARE + 1  # the lowest embedding row that is no token
+
+
+def block_layout(
+    anchors: list[list[int]], *, block_size: int, starts: list[list[int]] | None = None, ids: torch.Tensor | None = None
+) -> BlockLayout:
+    """Unlabelled blocks at row indices ``anchors`` of documents that begin at ``starts``; anchor -1 is a padding block.
+
+    Slot 0 holds the id at the anchor (``ids`` [B, S], default 7), the others the mask id.
+    """
+    given = torch.tensor(anchors)
+    keep = given >= 0
+    rows = given.clamp(min=0)
+    first = torch.zeros_like(rows) if starts is None else torch.tensor(starts)
+    slots = torch.full((*rows.shape, block_size), MASK)
+    slots[..., 0] = 7 if ids is None else ids.gather(1, rows)
+    none = torch.zeros_like(slots, dtype=torch.bool)
+    return BlockLayout(
+        anchors=rows,
+        keep=keep,
+        context_start=torch.where(keep, first, 0),
+        context_end=torch.where(keep, rows, 0),
+        input_ids=slots,
+        position_ids=torch.where(keep, rows - first, 0)[..., None] + torch.arange(block_size),
+        predicts=none,
+        label_index=torch.zeros_like(slots),
+        labels=torch.zeros_like(slots),
+        prev_ids=torch.zeros_like(slots),
+        scored=none,
+        valid=none,
+        rows=torch.zeros(0, dtype=torch.long),
+    )
+
+
+@pytest.fixture(scope="session")
+def make_layout() -> Callable[..., BlockLayout]:
+    """``make_layout(anchors, block_size=, starts=None, ids=None)``: see ``block_layout``."""
+    return block_layout
+
+
+@pytest.fixture(scope="session")
+def make_draft() -> Callable[..., DraftModel]:
+    """``make_draft(target, block_size=4, target_layer_ids=[0, 2], draft_vocab_size=None, **drafter_settings)``."""
+
+    def make(
+        target: FrozenTarget,
+        *,
+        block_size: int = 4,
+        target_layer_ids: list[int] | None = None,
+        draft_vocab_size: int | None = None,
+        seed: int = 0,
+        **settings: object,
+    ) -> DraftModel:
+        config = make_draft_config(
+            target.facts,
+            block=Anchored(block_size=block_size),
+            conditioning=KVInjection(target_layer_ids=[0, 2] if target_layer_ids is None else target_layer_ids),
+            drafter=BlockTransformer(**{"num_layers": 2, "init_std": 0.2, **settings}),  # type: ignore[arg-type]
+            head=MarginalHead(),
+            mask_token_id=MASK,
+            draft_vocab_size=draft_vocab_size,
+        )
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = DraftModel(config)
+            for parameter in model.parameters():
+                if parameter.ndim == 1:  # gains other than 1, so that none is forgotten unseen
+                    parameter.data += 0.2 * torch.randn_like(parameter)
+        return model.eval()
+
+    return make
 
 
 @pytest.fixture(params=FAMILIES)
