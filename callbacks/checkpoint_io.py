@@ -55,7 +55,7 @@ class _Writer:
         self.file = file
         self.error: OSError | None = None
 
-    def write(self, data: bytes) -> int:
+    def write(self, data: bytes | memoryview) -> int:
         try:
             return self.file.write(data)
         except OSError as error:

@@ -19,6 +19,7 @@ a first session:
 
 _Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 _DRAFT_HELP = "a run folder (its best checkpoint), a checkpoint file, or an exported folder"
+_TEST_PROMPTS = "package://dflash_lightning/data/quickstart/test.jsonl"
 _TARGET_HELP = "path, hub id, GGUF file or name of a target option (see `dflash recipes`)"
 
 
@@ -28,14 +29,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return args.run(args)
     except KeyboardInterrupt:
-        return _report("interrupted", 130)
+        return _complain("interrupted", 130)
     except BrokenPipeError:  # the reader of a pipe has seen enough
         sys.stderr.close()
         return 0
     except (ValueError, OSError) as error:
         if args.debug:
             traceback.print_exc()
-        return _report(_explain(error) + ("" if args.debug else "\n(--debug shows where it came from)"), 2)
+        return _complain(_explain(error) + ("" if args.debug else "\n(--debug shows where it came from)"), 2)
 
 
 def _explain(error: ValueError | OSError) -> str:
@@ -45,7 +46,7 @@ def _explain(error: ValueError | OSError) -> str:
     return str(error)
 
 
-def _report(message: str, status: int) -> int:
+def _complain(message: str, status: int) -> int:
     print(f"dflash: {message}", file=sys.stderr)
     return status
 
@@ -64,6 +65,7 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_fit(commands)
     _add_evaluate(commands)
+    _add_report(commands)
     _add_report(commands)
     _add_generate(commands)
     _add_regenerate(commands)
@@ -161,6 +163,23 @@ transformers.generate, the three taking turns."""
     parser.set_defaults(temperature=0.0, top_k=None, top_p=None, seed=0)
 
 
+def _add_report(commands: _Commands) -> None:
+    text = """\
+Measure a finished run on held-out prompts and write RUN/report.json: tokens per round, identity with plain decoding, and
+time per token of three decoders that take turns, prompt by prompt: with drafts, without, and transformers.generate."""
+    parser = _add(commands, "report", _report_run, "measure a finished run against two baselines", text)
+    parser.add_argument("run_dir", metavar="RUN", help="a run folder")
+    parser.add_argument("--prompts", default=_TEST_PROMPTS, metavar="FILE", help="default: the quickstart's own")
+    parser.add_argument("--limit", type=_count, metavar="N", help="use the first N prompts; default: all")
+    parser.add_argument("--timed", type=_count, default=8, metavar="N", help="prompts that are timed; default: 8")
+    parser.add_argument("--started", type=float, metavar="T", help="when the whole thing began (Unix time)")
+    parser.add_argument("--target", metavar="T", help=f"{_TARGET_HELP}; default: the run's")
+    _add_device_arguments(parser)
+    parser.add_argument("--eager", action="store_true", help="do not compile the draft step")
+    _add_sampling_arguments(parser, max_new_tokens=128)
+    parser.add_argument("--batch-size", type=_count, default=1, metavar="B", help="for acceptance; default: 1")
+
+
 def _add_generate(commands: _Commands) -> None:
     text = """\
 Answer one prompt, streaming. Tokens that the drafter proposed and the target accepted are shown in green."""
@@ -225,6 +244,12 @@ def _evaluate(args: argparse.Namespace) -> int:
     from dflash_lightning.commands.evaluate import evaluate
 
     return evaluate(args)
+
+
+def _report_run(args: argparse.Namespace) -> int:
+    from dflash_lightning.commands.report import report
+
+    return report(args)
 
 
 def _report_run(args: argparse.Namespace) -> int:

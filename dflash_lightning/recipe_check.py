@@ -18,6 +18,7 @@ from dflash_lightning.recipe_faults import Fault, hint_for, split_message
 from dflash_lightning.recipe_hints import advice, describe, fits, hints_of, is_settings_class
 from dflash_lightning.recipe_make import locate, make
 from dflash_lightning.target.load import locate as locate_target
+from dflash_lightning.types import Alignment
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,7 @@ def _check_tree(tree: dict[str, Any]) -> Iterator[Fault]:
             yield from _check_named(tree.get(key, {}), key, item)
         elif key in tree:
             yield from _check_value(tree[key], hint, key)
+    yield from _check_alignment(tree.get("block"))
     yield from _check_suggested(tree.get("target"))
     yield from _check_monitors(tree.get("callbacks"))
     yield from _check_files(tree)
@@ -137,7 +139,7 @@ def _check_value(value: Any, hint: Any, where: str) -> Iterator[Fault]:
     elif value == "None" or not fits(value, hint):
         kind = type(value).__name__
         yield Fault(
-            where, f"{value!r} ({kind}) does not fit; allowed: {describe(hint)}", advice(value, hint).capitalize()
+            where, f"{value!r} ({kind}) does not fit; allowed: {describe(hint)}", advice(value, hint)
         )
 
 
@@ -158,7 +160,7 @@ def _check_node(node: dict[str, Any], hint: Any, where: str) -> Iterator[Fault]:
     try:
         function = locate(path)
     except ValueError as error:
-        yield Fault(f"{where}._target_", f"{path!r} does not import ({error})", "Give the dotted path of a class that can be imported")
+        yield Fault(f"{where}._target_", f"{path!r} does not import ({error})", "Give a class's dotted path")
         return
     made = function if inspect.isclass(function) else hints_of(function).get("return", Any)
     if is_settings_class(hint) and is_settings_class(made) and not issubclass(made, hint):
@@ -199,6 +201,13 @@ _CHEAP = ("block", "conditioning", "drafter", "head", "loss", "optim", "decoding
 
 def _check_construction(node: dict[str, Any], where: str) -> Iterator[Fault]:
     yield from _check_found(lambda: make(node), where)
+
+
+def _check_alignment(block: Any) -> Iterator[Fault]:
+    """Block size and label layout, as the drafter's config will refuse them once the target is loaded."""
+    size = block.get("block_size") if isinstance(block, dict) else None
+    if fits(size, int):
+        yield from _check_found(lambda: Alignment(size, mask_token_id=0), "block.block_size")
 
 
 def _check_monitors(callbacks: Any) -> Iterator[Fault]:

@@ -16,7 +16,7 @@ class Fault:
     do: str
 
     def __str__(self) -> str:
-        return f"{self.where}: {self.what}. {self.do}."
+        return f"{self.where}: {self.what}. {self.do[:1].upper()}{self.do[1:]}."
 
 
 class RecipeError(ValueError):

@@ -80,6 +80,20 @@ def _scalar_fits(value: Any, base: Any) -> bool:
     return False  # an object: only a node with _target_ can be one, and those are checked by what they make
 
 
+def conform(value: Any, hint: Any) -> Any:
+    """``value``, which fits ``hint``, as the type that was asked for: YAML has no tuples, and writes 1 for 1.0."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (Union, types.UnionType):
+        exact = [arg for arg in args if arg is type(value)]
+        return value if exact else next((conform(value, arg) for arg in args if fits(value, arg)), value)
+    if (origin or hint) is tuple and isinstance(value, list):
+        items = args[:1] * len(value) if args[-1:] == (Ellipsis,) else args or (Any,) * len(value)
+        return tuple(conform(item, item_hint) for item, item_hint in zip(value, items, strict=True))
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    return value
+
+
 def describe(hint: Any) -> str:
     """The hint in a reader's words: ``number``, ``text or null``, ``one of 'a', 'b'``."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)

@@ -136,6 +136,8 @@ def _translate(text: str, options: dict[str, list[str]], faults: list[Fault]) ->
 
 def _option_faults(override: Override, options: list[str]) -> Iterator[Fault]:
     value = override.value()
+    if value is None and override.type is not OverrideType.DEL:
+        yield Fault(override.input_line or "", "a group takes an option, not null", hint_for("", options))
     for name in value if isinstance(value, list) else [value]:
         if isinstance(name, str) and override.type is not OverrideType.DEL and name not in options:
             yield Fault(f"{override.key_or_group}={name}", "no such option", hint_for(name, options))
@@ -150,17 +152,17 @@ def _yaml_traps(file: Path) -> Iterator[Fault]:
     """Plain scalars that YAML silently turns into another number: ``1:00:00`` (base 60) and ``0010`` (octal)."""
     with file.open(encoding="utf-8") as stream:
         try:
-            tokens = list(yaml.scan(stream, Loader=yaml.SafeLoader))
+            events = list(yaml.parse(stream, Loader=yaml.SafeLoader))
         except yaml.YAMLError as error:
             place = str(error).replace("\n", " ")
             yield Fault(str(file), f"is no valid YAML ({place})", "Mend the line it names")
             return
-    for token in tokens:
-        if isinstance(token, yaml.ScalarToken) and token.plain and _TRAPS.match(token.value):
-            at = f"{file}:{token.start_mark.line + 1}"
-            number = yaml.safe_load(token.value)
+    for event in events:
+        if isinstance(event, yaml.ScalarEvent) and event.style is None and _TRAPS.match(event.value):
+            at = f"{file}:{event.start_mark.line + 1}"
+            number = yaml.safe_load(event.value)
             yield Fault(
-                at, f"YAML reads {token.value} as {number}", f'Quote it ("{token.value}") or write the number meant'
+                at, f"YAML reads {event.value} as {number}", f'Quote it ("{event.value}") or write the number meant'
             )
 
 

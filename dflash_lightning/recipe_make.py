@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from difflib import get_close_matches
-from functools import partial
 from importlib import import_module
 from typing import Any
+
+from dflash_lightning.recipe_hints import conform, hints_of
 
 
 def locate(path: Any) -> Any:
@@ -37,4 +38,6 @@ def make(node: Any, **supplied: Any) -> Any:
     made = {key: make(value) for key, value in node.items() if key != "_target_"}
     if "_target_" not in node:
         return made
-    return partial(locate(node["_target_"]), **made)(**supplied)
+    function = locate(node["_target_"])
+    hints = hints_of(function)
+    return function(**{key: conform(value, hints.get(key, Any)) for key, value in made.items()}, **supplied)

@@ -97,7 +97,13 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         text = f"# dflash-lightning {__version__}; again: dflash fit {self.recipe}\n{recipe_text(cfg)}"
         _write(self.recipe, text)
-        self._write_state({"finished": False, "versions": versions(), "data": _digests(cfg)})
+        minutes = self.state.get("train_minutes", 0.0) if self.last.exists() else 0.0
+        state = {"finished": False, "train_minutes": minutes, "versions": versions(), "data": _digests(cfg)}
+        self._write_state(state)
+
+    def add_minutes(self, minutes: float) -> None:
+        """Count time spent in training, over all sessions of the run."""
+        self._write_state({**self.state, "train_minutes": self.state["train_minutes"] + minutes})
 
     def finish(self, **facts: Any) -> None:
         """Mark the run as finished; ``facts`` go into ``run.json``."""

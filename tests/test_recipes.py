@@ -13,7 +13,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from dflash_lightning.recipe import RecipeError, build_recipe, check_recipe, load_recipe, recipe_text
-from dflash_lightning.recipe_hints import advice, describe, fits
+from dflash_lightning.recipe_hints import advice, conform, describe, fits
 from dflash_lightning.recipe_load import group_options, recipe_names, recipes_folder, summary_of
 
 RECIPES = recipe_names()
@@ -219,9 +219,9 @@ def test_every_fault_is_reported_at_once(files: list[str]) -> None:
             "head._target_=dflash_lightning.block.Anchored",
             r"head\._target_: .* makes a Anchored\. head takes a DraftHead",
         ),
-        ("drafter=null", r"drafter: None is no Drafter\. Write a mapping with _target_"),
+        ("drafter=null", r"drafter=null: a group takes an option, not null\. Allowed: block_transformer"),
         ("block.block_size=1", r"block\.block_size: 1 .*2 or more"),
-        ("optim.lr=0", r"optim\.lr: 0 does not move the weights"),
+        ("optim.lr=0", r"optim\.lr: 0\.0 does not move the weights"),
         ("decoding.max_new_tokens=0", r"decoding\.max_new_tokens: 0 decodes nothing"),
         ("optim.betas=[0.9]", r"optim\.betas: \[0\.9\] \(list\) does not fit; allowed: list of 2: number, number"),
         ("trainer.max_epochs=1e4", r"trainer\.max_epochs: 10000\.0 \(float\) does not fit.*Write 10000\."),
@@ -229,6 +229,8 @@ def test_every_fault_is_reported_at_once(files: list[str]) -> None:
             "data.packing=off",
             r"data\.packing: 'off' \(str\) does not fit; allowed: true or false\. Write true or false",
         ),
+        ("optim.lr={a: 1}", r"optim\.lr: \{'a': 1\} \(dict\) does not fit; allowed: number"),
+        ("drafter._target_=null", r"drafter\._target_: None does not import"),
         ("init_from=None", r"init_from: 'None' \(str\) does not fit.*write null"),
         ("seed=${nope.seed}", r"seed: '\$\{nope\.seed\}' cannot be resolved.*Set it: seed=VALUE"),
         ("target.suggested.blocksize=4", r"target\.suggested\.blocksize: unknown key\. Did you mean 'block_size'\?"),
@@ -237,7 +239,7 @@ def test_every_fault_is_reported_at_once(files: list[str]) -> None:
             "trainer.plugins=[{_target_: no.such.Plugin}]",
             r"trainer\.plugins\[0\]\._target_: 'no\.such\.Plugin' does not",
         ),
-        ("~optim", r"optim: missing"),
+        ("~head", r"head: missing"),
     ],
 )
 def test_fault_says_where_what_and_what_to_do(override: str, message: str, files: list[str]) -> None:
@@ -278,6 +280,14 @@ def test_recipe_that_leaves_data_open_names_both_keys() -> None:
 )
 def test_values_fit_their_hints(value: Any, hint: Any, expected: bool) -> None:
     assert fits(value, hint) is expected
+
+
+def test_values_become_the_type_that_was_asked_for() -> None:
+    assert conform([0, 0.95], tuple[float, float]) == (0.0, 0.95)
+    assert isinstance(conform(1, float | None), float)
+    assert isinstance(conform(1, float | int), int)
+    assert conform([1, 2], list[int]) == [1, 2]
+    assert conform(None, float | None) is None
 
 
 def test_hints_are_put_in_words() -> None:

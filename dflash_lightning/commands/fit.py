@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -47,9 +48,7 @@ def _decide(folder: RunFolder, cfg: DictConfig, fresh: bool) -> str | None:
     if _RESUME in os.environ and rank_zero_only.rank != 0:
         return os.environ[_RESUME]
     if fresh and rank_zero_only.rank != 0:
-        raise ValueError(
-            "--fresh: ranks started from outside cannot agree on it. Remove the run folder first."
-        )
+        raise ValueError("--fresh: ranks started from outside cannot agree on it. Remove the run folder first.")
     if fresh and (aside := folder.set_aside()) is not None:
         print(f"the earlier run is kept as {aside}")
     folder.check_same_run(cfg)
@@ -71,6 +70,7 @@ def _run(parts: Parts, folder: RunFolder, resume: str) -> int | None:
     """Fit; the optimizer step it started from, or null when it was interrupted."""
     begin = _StartingStep()
     parts.trainer.callbacks.insert(0, begin)  # type: ignore[attr-defined]
+    clock = time.monotonic()
     try:
         parts.trainer.fit(parts.module, datamodule=parts.data, ckpt_path=resume or None)
     except (KeyboardInterrupt, SystemExit):  # Lightning ends the process on Ctrl-C and on SIGTERM
@@ -78,6 +78,9 @@ def _run(parts: Parts, folder: RunFolder, resume: str) -> int | None:
         again = "goes on from there" if folder.last.exists() else "starts again"
         print(f"\ninterrupted at step {parts.trainer.global_step}; {saved}. The same command {again}.", file=sys.stderr)
         return None
+    finally:
+        if rank_zero_only.rank == 0:
+            folder.add_minutes((time.monotonic() - clock) / 60)
     return begin.step
 
 
@@ -87,9 +90,7 @@ def _conclude(parts: Parts, folder: RunFolder, started: int) -> int:
     changed = parts.module.changed_parameters() if steps > started else 0
     problem = ""
     if steps == 0:
-        problem = (
-            "no optimizer step was made. See trainer.max_epochs, trainer.max_steps and the data"
-        )
+        problem = "no optimizer step was made. See trainer.max_epochs, trainer.max_steps and the data"
     elif steps > started and changed == 0:
         problem = f"{steps - started} optimizer steps changed no parameter of the drafter: see optim.lr and the loss"
     if problem:

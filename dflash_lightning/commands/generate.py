@@ -6,9 +6,9 @@ import argparse
 import json
 import os
 import sys
-from typing import Any, TextIO
-
-from transformers import PreTrainedTokenizerBase
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 from dflash_lightning.commands.drafts import FoundDraft, find_draft, open_target_of
 from dflash_lightning.commands.evaluate import settings_of
@@ -28,9 +28,9 @@ def generate(args: argparse.Namespace) -> int:
     prompt = _prompt_ids(args, draft, target)
     decoder = settings.make_decoder(target, draft.model, longest_prompt=len(prompt))
     decoder.warm_up()
-    stream = (
-        None if args.json or target.tokenizer is None else TokenStream(target.tokenizer, sys.stdout, _coloured(args))
-    )
+    stream = None
+    if not args.json and target.tokenizer is not None:
+        stream = TokenStream(target.tokenizer, partial(print, end="", flush=True), _coloured(args))
     if stream is not None and stream.coloured:
         print(f"{_GREEN}green{_PLAIN}: drafted and accepted; plain: the target's own token\n", file=sys.stderr)
     result = decoder.decode(
@@ -94,8 +94,8 @@ class TokenStream:
     starts again at each line, so that long answers do not cost a decode of everything for every token.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, out: TextIO, coloured: bool) -> None:
-        self.tokenizer, self.out, self.coloured = tokenizer, out, coloured
+    def __init__(self, tokenizer: Any, write: Callable[[str], object], coloured: bool) -> None:
+        self.tokenizer, self.write, self.coloured = tokenizer, write, coloured
         self._ids: list[int] = []
         self._written = ""
 
@@ -110,13 +110,11 @@ class TokenStream:
             self._written = text
             if text.endswith("\n"):
                 self._ids, self._written = [], ""
-        self.out.flush()
 
     def end(self) -> None:
         """Write what is still waiting, and end the line."""
         text = self.tokenizer.decode(self._ids, skip_special_tokens=True)
         self._write(text[len(self._written) :] + "\n", False)
-        self.out.flush()
 
     def _write(self, text: str, drafted: bool) -> None:
-        self.out.write(f"{_GREEN}{text}{_PLAIN}" if drafted and self.coloured and text else text)
+        self.write(f"{_GREEN}{text}{_PLAIN}" if drafted and self.coloured and text else text)

@@ -1,0 +1,409 @@
+"""The commands as a user types them, on a tiny target."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from transformers import PreTrainedTokenizerFast
+
+from dflash_lightning.callbacks import AtomicCheckpointIO
+from dflash_lightning.cli import main
+from dflash_lightning.commands.generate import TokenStream
+
+ROOT = Path(__file__).parent.parent
+COMMANDS = ["fit", "evaluate", "report", "generate", "regenerate", "show", "recipes"]
+
+
+@pytest.fixture(scope="session")
+def workplace(
+    tmp_path_factory: pytest.TempPathFactory,
+    make_tiny_model: Callable[..., Any],
+    byte_tokenizer: PreTrainedTokenizerFast,
+) -> Path:
+    """A folder with a tiny target, chat rows and prompts."""
+    place = tmp_path_factory.mktemp("work")
+    make_tiny_model("llama").save_pretrained(place / "target")
+    byte_tokenizer.save_pretrained(place / "target")
+    rows = [
+        [{"role": "user", "content": f"say {i}"}, {"role": "assistant", "content": f"{i} {i} {i} and again {i}"}]
+        for i in range(12)
+    ]
+    (place / "train.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    (place / "prompts.jsonl").write_text("".join(json.dumps({"turns": [f"tell {i}"]}) + "\n" for i in range(4)))
+    return place
+
+
+@pytest.fixture
+def here(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The workplace as working folder; what Lightning leaves in the environment is taken back."""
+    monkeypatch.chdir(workplace)
+    before = dict(os.environ)
+    yield workplace
+    os.environ.clear()
+    os.environ.update(before)
+
+
+SMOKE = [
+    "smoke",
+    "target.source=target",
+    "data.train=train.jsonl",
+    "data.max_length=96",
+    "callbacks.speculative_eval.prompts=prompts.jsonl",
+]
+
+
+@pytest.fixture(scope="session")
+def trained(workplace: Path) -> Path:
+    """A finished smoke run, made by the command itself."""
+    cwd, before = Path.cwd(), dict(os.environ)
+    os.chdir(workplace)
+    try:
+        assert main(["fit", *SMOKE, "run_dir=runs/trained"]) == 0
+    finally:
+        os.chdir(cwd)
+        os.environ.clear()
+        os.environ.update(before)
+    return workplace / "runs" / "trained"
+
+
+# -- asking for help --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_says_what_a_command_does(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([command, "--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    assert f"dflash {command}" in text
+    assert len(text.splitlines()) > 5
+
+
+def test_module_is_the_command_and_help_loads_no_torch() -> None:
+    code = (
+        "import sys; from dflash_lightning.cli import make_parser; make_parser().format_help(); "
+        "print('torch' in sys.modules)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert run.stdout.strip() == "False"
+    run = subprocess.run([sys.executable, "-m", "dflash_lightning", "--help"], capture_output=True, text=True, cwd=ROOT)
+    assert run.returncode == 0
+    for command in COMMANDS:
+        assert command in run.stdout
+
+
+def test_recipes_lists_recipes_and_options_with_a_line_each(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipes"]) == 0
+    text = capsys.readouterr().out
+    assert "quickstart  " in text and "target=" in text and "SmolLM2-135M-Instruct, embedded" in text
+
+
+def test_show_prints_a_recipe_that_loads(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "quickstart", "optim.lr=1e-3"]) == 0
+    shown = capsys.readouterr().out
+    assert yaml.safe_load(shown)["optim"]["lr"] == 0.001
+    (here / "shown.yaml").write_text(shown)
+    assert main(["show", "shown.yaml"]) == 0
+    assert capsys.readouterr().out == shown
+
+
+# -- errors -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["fit", "nope"], "nope: no recipe of that name is shipped"),
+        (["fit", *SMOKE, "optim.lr=abc", "optim.wd=1"], "2 faults in recipe 'smoke'"),
+        (["evaluate", "--draft", "gone", "--prompts", "prompts.jsonl"], "--draft: there is no gone"),
+        (["evaluate", "--draft", "target", "--prompts", "gone.jsonl"], "gone.jsonl is not a file"),
+        (["generate", "--draft", ".", "--prompt", "x"], "has neither recipe.yaml"),
+        (["regenerate", "gone.jsonl", "--target", "target", "--out", "o.jsonl"], "gone.jsonl"),
+        (["regenerate", "prompts.jsonl", "--target", "qwen3_4bb", "--out", "o.jsonl"], "Did you mean 'qwen3_4b'?"),
+    ],
+)
+def test_user_error_is_one_message_without_a_traceback(
+    arguments: list[str], message: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
+    assert "--debug" in error
+
+
+def test_debug_shows_the_traceback(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "nope", "--debug"]) == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["--max-new-tokens", "0"], ["--prompt-ids", "1,a"], ["--limit", "-1"]])
+def test_impossible_arguments_are_refused_by_the_parser(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["generate", "--draft", "x", *arguments])
+    assert ended.value.code == 2
+    assert "usage: dflash generate" in capsys.readouterr().err
+
+
+# -- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+class _FullDisk:
+    """A file on a disk that is full after ``room`` bytes."""
+
+    def __init__(self, file: Any, room: int) -> None:
+        self.file, self.room = file, room
+
+    def write(self, data: bytes) -> int:
+        self.room -= len(data)
+        if self.room < 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return self.file.write(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.file, name)
+
+    def __enter__(self) -> _FullDisk:
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        self.file.close()
+
+
+def test_full_disk_leaves_the_earlier_checkpoint_and_no_partial_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "checkpoints" / "last.ckpt"
+    io = AtomicCheckpointIO()
+    io.save_checkpoint({"weights": torch.ones(3)}, path)
+    real = open
+    monkeypatch.setattr("builtins.open", lambda *args, **kw: _FullDisk(real(*args, **kw), room=1000))
+    with pytest.raises(OSError, match="No space left") as caught:
+        io.save_checkpoint({"weights": torch.zeros(5000)}, path)
+    monkeypatch.undo()
+    assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(path))
+    assert torch.equal(torch.load(path, weights_only=True)["weights"], torch.ones(3))
+    assert [p.name for p in path.parent.iterdir()] == ["last.ckpt"]
+
+
+# -- a run ------------------------------------------------------------------------------------------------------------
+
+
+def test_fit_leaves_a_complete_run_folder(trained: Path) -> None:
+    state = json.loads((trained / "run.json").read_text())
+    assert state["finished"] and state["optimizer_steps"] > 0 and state["train_minutes"] > 0 and state["tau"] >= 1.0
+    assert {"torch", "lightning", "transformers", "dflash-lightning", "python"} <= state["versions"].keys()
+    assert state["data"].keys() == {"data.train", "callbacks.speculative_eval.prompts"}
+    assert yaml.safe_load((trained / "recipe.yaml").read_text())["target"]["source"] == "target"
+    assert {p.name for p in (trained / "checkpoints").iterdir()} == {"last.ckpt", "best.ckpt"}
+    assert list((trained / "logs").glob("events.*"))
+    checkpoint = torch.load(trained / "checkpoints" / "last.ckpt", weights_only=True)
+    assert all(key.startswith("model.") for key in checkpoint["state_dict"])
+    assert "model.embed_tokens.weight" not in checkpoint["state_dict"]
+
+
+def test_fit_of_a_finished_run_does_nothing(trained: Path, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = (trained / "checkpoints" / "last.ckpt").stat().st_mtime_ns
+    assert main(["fit", *SMOKE, "run_dir=runs/trained"]) == 0
+    assert "is finished: nothing to do" in capsys.readouterr().out
+    assert (trained / "checkpoints" / "last.ckpt").stat().st_mtime_ns == before
+
+
+def test_fit_refuses_the_folder_of_another_recipe_and_shows_the_keys(
+    trained: Path, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["fit", *SMOKE, "run_dir=runs/trained", "optim.lr=0.5"]) == 2
+    error = capsys.readouterr().err
+    assert "holds a run of another recipe" in error
+    assert "optim.lr: 0.002 there, 0.5 now" in error
+    assert error.count(" there, ") == 1
+
+
+def test_fit_refuses_a_folder_that_is_no_run(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "precious").mkdir()
+    (here / "precious" / "thesis.txt").write_text("years of work")
+    assert main(["fit", *SMOKE, "run_dir=precious"]) == 2
+    assert "exists and is no run folder" in capsys.readouterr().err
+    assert [p.name for p in (here / "precious").iterdir()] == ["thesis.txt"]
+
+
+def test_fit_notices_changed_data(here: Path, trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    state_file, text = trained / "run.json", (trained / "run.json").read_text()
+    state = json.loads(text)
+    state["data"]["data.train"] = "0" * 64
+    state_file.write_text(json.dumps(state))
+    assert main(["fit", *SMOKE, "run_dir=runs/trained"]) == 2
+    state_file.write_text(text)
+    assert "data.train: the file's content has changed since" in capsys.readouterr().err
+
+
+def test_interrupted_run_resumes_to_the_same_weights(
+    here: Path, trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ctrl-C in epoch 1; the command again must end where the uninterrupted run ended."""
+    from dflash_lightning.module import DraftModule
+
+    once = {"pending": True}
+    step = DraftModule.training_step
+
+    def interrupted(self: Any, batch: Any, batch_idx: int) -> Any:
+        if self.trainer.current_epoch == 1 and once.pop("pending", False):
+            raise KeyboardInterrupt
+        return step(self, batch, batch_idx)
+
+    monkeypatch.setattr(DraftModule, "training_step", interrupted)
+    arguments = ["fit", *SMOKE, "run_dir=runs/cut"]
+    assert main(arguments) == 130
+    assert "The same command goes on from there" in capsys.readouterr().err
+    assert not json.loads(Path("runs/cut/run.json").read_text())["finished"]
+    assert main(arguments) == 0
+    assert "resuming from runs/cut/checkpoints/last.ckpt" in capsys.readouterr().out
+    ours, theirs = (
+        torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True) for folder in (Path("runs/cut"), trained)
+    )
+    assert ours["global_step"] == theirs["global_step"]
+    assert all(torch.equal(value, theirs["state_dict"][name]) for name, value in ours["state_dict"].items())
+
+
+def test_fresh_keeps_the_earlier_run(here: Path, trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["fit", *SMOKE, "run_dir=runs/again", "trainer.max_epochs=1"]
+    assert main(arguments) == 0
+    assert main([*arguments, "seed=4", "--fresh"]) == 0
+    assert "the earlier run is kept as runs/again.old-1" in capsys.readouterr().out
+    assert yaml.safe_load(Path("runs/again/recipe.yaml").read_text())["seed"] == 4
+    assert yaml.safe_load(Path("runs/again.old-1/recipe.yaml").read_text())["seed"] == 0
+
+
+def test_run_without_a_step_fails(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fit", *SMOKE, "run_dir=runs/none", "trainer.max_epochs=0"]) == 1
+    assert "the run trained nothing: no optimizer step was made" in capsys.readouterr().err
+    assert not json.loads(Path("runs/none/run.json").read_text())["finished"]
+
+
+def test_run_that_changes_no_parameter_fails(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fit", *SMOKE, "run_dir=runs/still", "trainer.max_epochs=1", "optim.lr=1e-30"]) == 1
+    assert "changed no parameter of the drafter" in capsys.readouterr().err
+
+
+def test_full_disk_is_one_error_and_the_run_can_go_on(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["fit", *SMOKE, "run_dir=runs/full"]
+    saved = {"count": 0}
+    save = AtomicCheckpointIO.save_checkpoint
+
+    def full(self: Any, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+        saved["count"] += 1
+        if saved["count"] == 4:
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        save(self, checkpoint, path, storage_options)
+
+    monkeypatch.setattr(AtomicCheckpointIO, "save_checkpoint", full)
+    assert main(arguments) == 2
+    assert "the disk is full while writing" in capsys.readouterr().err
+    torch.load("runs/full/checkpoints/last.ckpt", weights_only=True)
+    monkeypatch.undo()
+    os.chdir(here)
+    assert main(arguments) == 0
+
+
+# -- using a drafter --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["", "checkpoints/last.ckpt"])
+def test_evaluate_takes_run_and_checkpoint_and_is_lossless(
+    what: str, trained: Path, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = ["--limit", "3", "--max-new-tokens", "12", "--batch-size", "2"]
+    files = ["--draft", str(trained / what), "--prompts", "prompts.jsonl", "--json", "out.json"]
+    assert main(["evaluate", *files, *sizes, "--eager"]) == 0
+    report = json.loads((here / "out.json").read_text())
+    assert (report["prompts"], report["checked_prompts"], report["lossless"]) == (3, 3, True)
+    assert 1.0 <= report["tau"] <= 4.0
+    assert "tau" in capsys.readouterr().out
+
+
+def test_generate_prints_json_whose_counts_add_up(
+    trained: Path, here: Path, capsys: pytest.CaptureFixture[str], make_tiny_model: Callable[..., Any]
+) -> None:
+    ids = "3,7,5"
+    assert main(["generate", "--draft", str(trained), "--prompt-ids", ids, "--max-new-tokens", "20", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert 1 + sum(report["committed"]) == len(report["output_ids"]) <= 20
+    plain = make_tiny_model("llama").generate(torch.tensor([[3, 7, 5]]), max_new_tokens=20, do_sample=False)
+    assert report["output_ids"] == plain[0, 3:].tolist()
+    assert report["times"]["total_s"] > 0
+
+
+def test_generate_with_a_seed_repeats(trained: Path, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def run(seed: str) -> list[int]:
+        sampling = ["--temperature", "1", "--seed", seed, "--max-new-tokens", "16", "--eager", "--json"]
+        assert main(["generate", "--draft", str(trained), "--prompt", "hello", *sampling]) == 0
+        return json.loads(capsys.readouterr().out)["output_ids"]
+
+    assert run("1") == run("1") != run("2")
+
+
+def test_generate_streams_text_in_which_drafted_tokens_are_green(
+    trained: Path, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--prompt", "hello", "--max-new-tokens", "24", "--eager", "--color", "always"]
+    assert main(["generate", "--draft", str(trained), *arguments]) == 0
+    captured = capsys.readouterr()
+    assert "green" in captured.err and "tokens per round" in captured.err
+    assert captured.out.endswith("\n")
+
+
+def test_prompt_ids_outside_the_vocabulary_are_refused(
+    trained: Path, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", "--draft", str(trained), "--prompt-ids", "1,999"]) == 2
+    assert "--prompt-ids: [999] are no tokens" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("change", "message"), [({"seed": 5}, "digest"), ({"hidden_size": 64}, "hidden")])
+def test_draft_of_another_target_is_refused_with_the_difference(
+    change: dict[str, int],
+    message: str,
+    trained: Path,
+    here: Path,
+    make_tiny_model: Callable[..., Any],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    make_tiny_model("llama", **change).save_pretrained(here / "other")
+    arguments = ["--draft", str(trained), "--target", "other", "--prompt-ids", "1,2"]
+    assert main(["generate", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_regenerate_answers_with_the_targets_own_words(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--target", "./target", "--out", "regenerated.jsonl", "--max-new-tokens", "8", "--batch-size", "2"]
+    assert main(["regenerate", "prompts.jsonl", *arguments]) == 0
+    assert "4 of 4 prompts answered" in capsys.readouterr().out
+    assert len((here / "regenerated.jsonl").read_text().splitlines()) == 4
+
+
+def test_stream_holds_back_half_a_character_and_colours_drafted_tokens(
+    byte_tokenizer: PreTrainedTokenizerFast, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stream = TokenStream(byte_tokenizer, partial(print, end=""), coloured=True)
+    ids = byte_tokenizer.encode("a\né", add_special_tokens=False)
+    assert len(ids) == 4  # the last character is two tokens
+    stream.add(ids[:3], [False, True, True])
+    assert capsys.readouterr().out == "a\x1b[32m\n\x1b[0m"
+    stream.add(ids[3:], [True])
+    stream.end()
+    assert capsys.readouterr().out == "\x1b[32mé\x1b[0m\n"
