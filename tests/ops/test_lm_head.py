@@ -69,6 +69,7 @@ def test_answers_and_gradients_equal_dense_autograd(settings: dict[str, float], 
     answers = View(hidden, rows, head, chunk_rows).scalars(LabelLogProb(labels), Argmax(), Entropy())
     (gradient,) = torch.autograd.grad((weights[0] * answers[0] + weights[1] * answers[2]).sum(), hidden)
 
+    assert answers[0].dtype == torch.float64 and answers[1].dtype == torch.int64
     assert (answers[0] - oracle[0]).abs().max() < 1e-10
     assert (answers[2] - oracle[1]).abs().max() < 1e-10
     assert torch.equal(answers[1], dense_logits(hidden, head).argmax(-1).masked_fill(~in_rows, -1))
