@@ -1,5 +1,6 @@
 """Conversations answered by the target: the very ids it decodes, no row lost or doubled, whatever stops the job."""
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -121,24 +122,21 @@ def test_a_cut_answer_ends_the_conversation(target: FrozenTarget, tmp_path: Path
 def test_earlier_answers_stay_supervised_unless_the_template_rewrites_them(byte_tokenizer: Any) -> None:
     script = Script(0, ({"role": "user", "content": "hi"}, {"role": "user", "content": "go"}))
 
-    def converse(renderer: ChatRenderer) -> Conversation:
-        conversation = Conversation(script)
-        for text in ("<think>hm</think>yes", "done"):
+    def supervised(template: str) -> str:
+        tokenizer = copy.deepcopy(byte_tokenizer)
+        tokenizer.chat_template = template
+        renderer, conversation = ChatRenderer(tokenizer), Conversation(script)
+        for text in ("<think>hm</think>yes<|im_end|>", "done<|im_end|>"):
             conversation.ask(renderer)
-            ids = [*text.encode(), 259]
-            conversation.answer(Generation(0, ids, [], [], "stop"), renderer.tokenizer)
-        return conversation
+            conversation.answer(Generation(0, tokenizer.encode(text), [], [], "stop"), tokenizer)
+        assert conversation.done
+        pairs = zip(conversation.input_ids, conversation.loss_mask, strict=True)
+        return tokenizer.decode([token for token, mask in pairs if mask])
 
-    kept = converse(ChatRenderer(byte_tokenizer))
-    assert bytes(i for i, m in zip(kept.input_ids, kept.loss_mask, strict=True) if m and i < 256) == (
-        b"<think>hm</think>yesdone"
-    )
-    stripping = byte_tokenizer.__class__(tokenizer_object=byte_tokenizer.backend_tokenizer, eos_token="<|im_end|>")
-    stripping.chat_template = byte_tokenizer.chat_template.replace(
-        "message['content']", "message['content'].split('</think>')[-1]"
-    )
-    rewritten = converse(ChatRenderer(stripping))
-    assert bytes(i for i, m in zip(rewritten.input_ids, rewritten.loss_mask, strict=True) if m and i < 256) == b"done"
+    plain = byte_tokenizer.chat_template
+    assert supervised(plain) == "<think>hm</think>yes<|im_end|>done<|im_end|>"
+    stripping = plain.replace("message['content']", "message['content'].split('</think>')[-1]")
+    assert supervised(stripping) == "done<|im_end|>"
 
 
 class Decodes:
@@ -263,7 +261,7 @@ def test_prompts_that_cannot_be_answered_go_to_a_side_file_with_reasons(target: 
     assert (report.prompts, report.rows, report.failed) == (5, 1, 4)
     failed = read(tmp_path / "out.jsonl.failed.jsonl")
     assert [failure["row"] for failure in failed] == [1, 2, 3, 4]
-    for failure, words in zip(failed, ["Unterminated", "tool turns", "do not fit", "no known key"], strict=True):
+    for failure, words in zip(failed, ["Invalid control", "tool turns", "do not fit", "no known key"], strict=True):
         assert words in failure["reason"]
 
 
