@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from dflash_lightning.draft_config import DraftConfig
 from dflash_lightning.ops.lm_head import LanguageHead
 from dflash_lightning.target import families
 from dflash_lightning.target.masks import is_packed, packed_mask
@@ -75,6 +76,28 @@ class FrozenTarget:
         if len({parameter.device for parameter in self.model.parameters()}) == 1:
             self.model.to(device)
         return self
+
+    def check_draft(self, config: DraftConfig) -> None:
+        """Refuse a drafter that was made for another target.
+
+        Raises:
+            ValueError: vocabulary rows, hidden size, number of layers, tapped layers or the digest of the weights differ.
+        """
+        facts = self.facts
+        pairs = {
+            "vocabulary rows": (config.vocab_size, facts.vocab_size),
+            "hidden size": (config.target_hidden_size, facts.hidden_size),
+            "number of layers": (config.num_target_layers, facts.num_layers),
+            "digest of the weights": (config.target.get("digest", facts.digest), facts.digest),
+        }
+        made_for = config.target.get("name", "another target")
+        for what, (theirs, ours) in pairs.items():
+            if theirs != ours:
+                raise ValueError(
+                    f"draft: made for {made_for} with {what} {theirs}, but the target {facts.name} has {ours}. "
+                    f"Give the target it was made for, or train a drafter for {facts.name}."
+                )
+        check_layer_ids(config.target_layer_ids, facts)
 
     def decoder_layer_state(self, i: int) -> dict[str, Tensor]:
         """Weights of decoder layer ``i`` under the layer's own names, detached (for warm starts)."""

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from huggingface_hub import hf_hub_download
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from dflash_lightning.target.families import check_family, check_structure
 from dflash_lightning.target.frozen import FrozenTarget
+from dflash_lightning.target.gguf import cached_folder, check_gguf_extra, dequantise, is_complete, read
 
 DTYPES = ("float32", "bfloat16", "float16", "auto")
 _PACKAGE_SCHEME = "package://"
@@ -29,9 +30,11 @@ class Source:
     location: str
     gguf_file: str | None = None
 
-    @property
-    def keywords(self) -> dict[str, Any]:
-        return {} if self.gguf_file is None else {"gguf_file": self.gguf_file}
+    def local_file(self) -> Path:
+        """The GGUF file on this machine; fetched from the hub when it is not a local one."""
+        assert self.gguf_file is not None
+        local = Path(self.location) / self.gguf_file
+        return local if local.is_file() else Path(hf_hub_download(self.location, self.gguf_file))
 
 
 def load_target(
@@ -57,27 +60,45 @@ def load_target(
     if dtype not in DTYPES:
         raise ValueError(f"target.dtype: {dtype!r} is unknown. Use one of {list(DTYPES)}.")
     where = locate(source)
-    if where.gguf_file is not None:
-        _check_gguf_extra(source)
-    common: dict[str, Any] = {**where.keywords, "revision": revision, "trust_remote_code": trust_remote_code}
-    config = _read_config(where, common)
-    check_family(config, source)
-    check_structure(config, source)
+    keywords: dict[str, Any] = {"dtype": "auto" if dtype == "auto" else getattr(torch, dtype)}
+    if attn_implementation is not None:
+        keywords["attn_implementation"] = attn_implementation
     if device_map is not None:
-        common["device_map"] = device_map
-    model = AutoModelForCausalLM.from_pretrained(
-        where.location,
-        dtype="auto" if dtype == "auto" else getattr(torch, dtype),
-        attn_implementation=attn_implementation,
-        **common,
-    )
-    if where.gguf_file is not None:
-        _forget_quantization(model)
+        keywords["device_map"] = device_map
+    remote = {"revision": revision, "trust_remote_code": trust_remote_code}
+    model, tokenizer = _load_gguf(where, keywords) if where.gguf_file else _load_folder(where, remote, keywords)
     if device_map is None:
         model.to(device)
-    target = FrozenTarget(model, _load_tokenizer(where, revision, trust_remote_code), name=source, revision=revision)
+    target = FrozenTarget(model, tokenizer, name=source, revision=revision)
     target.check()
     return target
+
+
+def _load_folder(where: Source, remote: dict[str, Any], keywords: dict[str, Any]) -> tuple[Any, Any]:
+    """Model and tokenizer of a local folder or hub repository."""
+    config = _read_config(where, remote)
+    check_family(config, where.name)
+    check_structure(config, where.name)
+    model = AutoModelForCausalLM.from_pretrained(where.location, config=config, **remote, **keywords)
+    folder = Path(where.location)
+    if folder.is_dir() and not any((folder / file).exists() for file in _TOKENIZER_FILES):
+        return model, None  # pretokenised data need none
+    return model, AutoTokenizer.from_pretrained(where.location, **remote)
+
+
+def _load_gguf(where: Source, keywords: dict[str, Any]) -> tuple[Any, Any]:
+    """Model and tokenizer of a GGUF file, by way of the dequantised copy where that can be kept."""
+    check_gguf_extra(where.name)
+    file = where.local_file()
+    where = Source(where.name, str(file.parent), file.name)
+    folder = cached_folder(file)
+    if not is_complete(folder):
+        config = _read_config(where, {"gguf_file": file.name})
+        check_family(config, where.name)
+        check_structure(config, where.name)
+        if not dequantise(file, config, folder):
+            return read(file, config, **keywords)
+    return _load_folder(Source(where.name, str(folder)), {}, keywords)
 
 
 def locate(source: str) -> Source:
@@ -123,45 +144,11 @@ def _locate_in_package(source: str) -> Source:
     return Source(source, str(folder), file)
 
 
-def _check_gguf_extra(source: str) -> None:
-    missing = [name for name in ("gguf", "accelerate") if not _is_installed(name)]
-    if missing:
-        raise ValueError(
-            f"target: {source} is a GGUF file, and reading it needs {' and '.join(missing)}. "
-            "Run: pip install dflash-lightning[gguf]"
-        )
-
-
-def _is_installed(distribution: str) -> bool:
+def _read_config(where: Source, keywords: dict[str, Any]) -> Any:
     try:
-        metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
-
-
-def _read_config(where: Source, common: dict[str, Any]) -> Any:
-    try:
-        return AutoConfig.from_pretrained(where.location, **common)
+        return AutoConfig.from_pretrained(where.location, **keywords)
     except OSError as error:
         raise ValueError(
             f"target: no model could be read at {where.name}: {str(error).splitlines()[0]} Give a folder with a config.json, "
             "a GGUF file, or a hub id that this machine can reach."
         ) from error
-
-
-def _load_tokenizer(where: Source, revision: str | None, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:
-    """The tokenizer beside the model; null when a local folder holds none (pretokenised data need none)."""
-    folder = Path(where.location)
-    if where.gguf_file is None and folder.is_dir() and not any((folder / file).exists() for file in _TOKENIZER_FILES):
-        return None
-    return AutoTokenizer.from_pretrained(
-        where.location, revision=revision, trust_remote_code=trust_remote_code, **where.keywords
-    )
-
-
-def _forget_quantization(model: Any) -> None:
-    """transformers leaves GGUF's quantization on the dequantised model and then refuses to save it."""
-    del model.config.quantization_config
-    for name in ("hf_quantizer", "quantization_method", "is_quantized"):
-        model.__dict__.pop(name, None)

@@ -1,0 +1,109 @@
+"""GGUF files: read by transformers once, kept dequantised in the user's cache folder, loaded from there afterwards.
+
+Reading SmolLM2-135M's GGUF takes about 20 CPU-seconds (transformers parses the vocabulary in Python four times), every
+command and every rank again; the cached folder takes one second. It holds float32, which every dtype is cast from.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+import warnings
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
+
+_NEEDED = ("gguf", "accelerate")
+_DONE = "complete"  # written last: a folder without it is not read
+
+
+def check_gguf_extra(source: str) -> None:
+    """Refuse a GGUF file where the packages that transformers reads it with are missing."""
+    missing = [name for name in _NEEDED if not _version(name)]
+    if missing:
+        raise ValueError(
+            f"target: {source} is a GGUF file, and reading it needs {' and '.join(missing)}. "
+            "Run: pip install dflash-lightning[gguf]"
+        )
+
+
+def cache_root() -> Path:
+    """Where dequantised models are kept: ``$XDG_CACHE_HOME/dflash_lightning/gguf``, by default under ``~/.cache``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dflash_lightning" / "gguf"
+
+
+def cached_folder(file: Path) -> Path:
+    """Folder of the dequantised model of ``file``; named by its content and by the versions that read it."""
+    digest = hashlib.sha256()
+    with file.open("rb") as stream:
+        while piece := stream.read(1 << 22):
+            digest.update(piece)
+    digest.update("".join(_version(name) for name in ("transformers", *_NEEDED)).encode())
+    return cache_root() / f"{file.stem}-{digest.hexdigest()[:16]}"
+
+
+def is_complete(folder: Path) -> bool:
+    return (folder / _DONE).is_file()
+
+
+def dequantise(file: Path, config: PretrainedConfig, folder: Path) -> bool:
+    """Write the model and tokenizer of ``file`` to ``folder``; false, with a warning, where that cannot be written.
+
+    Written beside the folder and renamed, so that ranks that do this at once, or a kill half way, leave no half model.
+    """
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    except OSError as error:
+        return _cannot_write(folder, error)
+    try:
+        model, tokenizer = read(file, config)
+        model.save_pretrained(scratch)
+        tokenizer.save_pretrained(scratch)
+        (scratch / _DONE).touch()
+        if not is_complete(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+            scratch.rename(folder)
+    except OSError as error:
+        if not is_complete(folder):  # else another rank was faster
+            return _cannot_write(folder, error)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return True
+
+
+def read(file: Path, config: PretrainedConfig, **keywords: Any) -> tuple[Any, Any]:
+    """Model (float32 unless ``dtype`` says otherwise) and tokenizer straight from the file."""
+    keywords = {"dtype": torch.float32, **keywords}
+    model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, config=config, **keywords)
+    _forget_quantization(model)
+    return model, AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+
+
+def _forget_quantization(model: Any) -> None:
+    """transformers leaves GGUF's quantization on the dequantised model and then refuses to save it."""
+    del model.config.quantization_config
+    for name in ("hf_quantizer", "quantization_method", "is_quantized"):
+        model.__dict__.pop(name, None)
+
+
+def _cannot_write(folder: Path, error: OSError) -> bool:
+    warnings.warn(
+        f"The dequantised model cannot be kept in {folder}: {error}. It is read from the GGUF file instead, slowly. Set "
+        "XDG_CACHE_HOME to a folder with room.",
+        stacklevel=2,
+    )
+    return False
+
+
+def _version(distribution: str) -> str:
+    """Installed version of a package, empty when it is not installed."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return ""
