@@ -66,7 +66,6 @@ def make_parser() -> argparse.ArgumentParser:
     _add_fit(commands)
     _add_evaluate(commands)
     _add_report(commands)
-    _add_report(commands)
     _add_generate(commands)
     _add_regenerate(commands)
     _add_show(commands)
@@ -154,30 +153,13 @@ transformers.generate, the three taking turns."""
     parser.add_argument("run_dir", metavar="RUN", help="the run folder")
     parser.add_argument("--target", metavar="T", help=f"{_TARGET_HELP}; default: the run's")
     _add_device_arguments(parser)
-    parser.add_argument("--prompts", required=True, metavar="FILE", help="JSONL with messages, conversations or turns")
+    parser.add_argument("--prompts", default=_TEST_PROMPTS, metavar="FILE", help="default: the quickstart's own")
     parser.add_argument("--limit", type=_count, metavar="N", help="use the first N prompts; default: all")
     parser.add_argument("--timed", type=_count, default=8, metavar="N", help="prompts that are timed; default: 8")
     parser.add_argument("--max-new-tokens", type=_count, default=128, metavar="N", help="default: %(default)s")
     parser.add_argument("--batch-size", type=_count, default=16, metavar="B", help="for acceptance; default: 16")
     parser.add_argument("--started", type=float, metavar="T", help="when the whole began (seconds since 1970)")
-    parser.set_defaults(temperature=0.0, top_k=None, top_p=None, seed=0)
-
-
-def _add_report(commands: _Commands) -> None:
-    text = """\
-Measure a finished run on held-out prompts and write RUN/report.json: tokens per round, identity with plain decoding, and
-time per token of three decoders that take turns, prompt by prompt: with drafts, without, and transformers.generate."""
-    parser = _add(commands, "report", _report_run, "measure a finished run against two baselines", text)
-    parser.add_argument("run_dir", metavar="RUN", help="a run folder")
-    parser.add_argument("--prompts", default=_TEST_PROMPTS, metavar="FILE", help="default: the quickstart's own")
-    parser.add_argument("--limit", type=_count, metavar="N", help="use the first N prompts; default: all")
-    parser.add_argument("--timed", type=_count, default=8, metavar="N", help="prompts that are timed; default: 8")
-    parser.add_argument("--started", type=float, metavar="T", help="when the whole thing began (Unix time)")
-    parser.add_argument("--target", metavar="T", help=f"{_TARGET_HELP}; default: the run's")
-    _add_device_arguments(parser)
-    parser.add_argument("--eager", action="store_true", help="do not compile the draft step")
-    _add_sampling_arguments(parser, max_new_tokens=128)
-    parser.add_argument("--batch-size", type=_count, default=1, metavar="B", help="for acceptance; default: 1")
+    parser.set_defaults(temperature=0.0, top_k=None, top_p=None, seed=0, eager=False)
 
 
 def _add_generate(commands: _Commands) -> None:
@@ -244,12 +226,6 @@ def _evaluate(args: argparse.Namespace) -> int:
     from dflash_lightning.commands.evaluate import evaluate
 
     return evaluate(args)
-
-
-def _report_run(args: argparse.Namespace) -> int:
-    from dflash_lightning.commands.report import report
-
-    return report(args)
 
 
 def _report_run(args: argparse.Namespace) -> int:

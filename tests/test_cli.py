@@ -360,7 +360,7 @@ def test_generate_with_a_seed_repeats(trained: Path, here: Path, capsys: pytest.
 def test_generate_streams_text_in_which_drafted_tokens_are_green(
     trained: Path, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["--prompt", "hello", "--max-new-tokens", "24", "--eager", "--color", "always"]
+    arguments = ["--prompt-ids", "3,7,5", "--max-new-tokens", "24", "--eager", "--color", "always"]
     assert main(["generate", "--draft", str(trained), *arguments]) == 0
     captured = capsys.readouterr()
     assert "green" in captured.err and "tokens per round" in captured.err
