@@ -230,6 +230,10 @@ class ChatRenderer:
 
     def _piece_end(self, turn: Turn, completion: list[int]) -> int:
         """``_turn_end`` for a completion tokenised alone; decoding gives the offsets that slow tokenizers lack."""
+        if self.tokenizer.is_fast:
+            encoding = self.tokenizer(turn.completion, add_special_tokens=False, return_offsets_mapping=True)
+            offsets = [(turn.start + a, turn.start + b) for a, b in encoding["offset_mapping"]]
+            return self._turn_end(turn, completion, offsets, 0, len(completion))
         texts = [self._decode(completion[:j]) for j in range(len(completion) + 1)]
         offsets = [(turn.start + len(a), turn.start + len(b)) for a, b in pairwise(texts)]
         return self._turn_end(turn, completion, offsets, 0, len(completion))

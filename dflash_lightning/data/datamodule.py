@@ -6,14 +6,15 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from jaxtyping import Bool
-from lightning.pytorch import LightningDataModule
+from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.loops.loop import _Loop
 from torch import Tensor
 
 from dflash_lightning.block.base import BlockConstructor
 from dflash_lightning.data.collate import BatchMaker
 from dflash_lightning.data.conversation import ChatRenderer, Supervise
-from dflash_lightning.data.documents import DataSummary, DocumentMaker, DocumentStore, has_chat_rows
+from dflash_lightning.data.documents import DataSummary, DocumentMaker, DocumentStore
 from dflash_lightning.data.feature_cache import DTYPES, FeatureCache, cache_bytes, check_memory
 from dflash_lightning.data.loader import PlanSampler, StatefulLoader
 from dflash_lightning.data.packing import Planner, PlanSettings
@@ -120,24 +121,27 @@ class DraftData(LightningDataModule):
         """Read, render and tokenise the files, once; print what became of the rows."""
         if self._store is not None:
             return
-        maker = DocumentMaker(self._renderer(), max_length=self.max_length, vocab_size=self.target.facts.vocab_size)
+        maker = DocumentMaker(self._make_renderer, max_length=self.max_length, vocab_size=self.target.facts.vocab_size)
         for path in self.train:
             maker.read(path, limit=self.limit, setting="data.train", progress=self._is_main)
         self.summary = maker.summary
         self._store = maker.store()
+        if not maker.has_chat_rows:
+            self._check_unused_settings()
         self._say(*self.summary.lines())
         if self.strict and self.summary.warnings():
             raise ValueError(f"data: {' '.join(self.summary.warnings())} (An error because of data.strict=true.)")
 
-    def _renderer(self) -> ChatRenderer | None:
-        """Null for tokenised rows, to which template settings do not apply: they are refused, not ignored (F005)."""
-        if has_chat_rows(self.train, "data.train"):
-            return ChatRenderer(
-                self.target.tokenizer,
-                stop_ids=self.target.stop_ids,
-                chat_template_kwargs=self.chat_template_kwargs,
-                supervise=self.supervise,
-            )
+    def _make_renderer(self) -> ChatRenderer:
+        return ChatRenderer(
+            self.target.tokenizer,
+            stop_ids=self.target.stop_ids,
+            chat_template_kwargs=self.chat_template_kwargs,
+            supervise=self.supervise,
+        )
+
+    def _check_unused_settings(self) -> None:
+        """Settings of the template do not apply to tokenised rows: they are refused, not ignored (F005)."""
         given = [name for name in ("chat_template_kwargs",) if self.chat_template_kwargs]
         given += ["supervise"] if self.supervise != "all_turns" else []
         if given:
@@ -145,7 +149,6 @@ class DraftData(LightningDataModule):
                 f"data.{given[0]}: does not apply to tokenised rows, which are used as they are. "
                 "Remove it, or give chat rows."
             )
-        return None
 
     @property
     def documents(self) -> DocumentStore:
@@ -171,6 +174,8 @@ class DraftData(LightningDataModule):
         self._bound = (block, alignment, spec, vocabulary)
 
     def train_dataloader(self) -> StatefulLoader:
+        if self.trainer is not None:
+            _leave_finished_epoch(self.trainer)
         block, alignment, spec, vocabulary = self._binding()
         planner = self._planner(block, alignment)
         sampler = PlanSampler(
@@ -283,3 +288,16 @@ class DraftData(LightningDataModule):
     def _say(self, *lines: str) -> None:
         if self._is_main:
             print(*lines, sep="\n", flush=True)
+
+
+def _leave_finished_epoch(trainer: Trainer) -> None:
+    """Start the next epoch when a run is resumed from a checkpoint written in ``on_train_epoch_end``.
+
+    With ``max_steps`` set, Lightning (2.6.6) believes to be in the middle of the finished epoch, trains a single batch
+    and ends it again. Without ``max_steps`` it starts the next epoch; this makes it do so always. A test in
+    ``tests/data/test_resume.py`` fails once Lightning's loops change.
+    """
+    loop = trainer.fit_loop
+    epochs: Any = loop.epoch_progress.current
+    if loop.restarting and 0 < epochs.ready == epochs.started == epochs.processed:
+        _Loop.restarting.fset(loop, False)  # type: ignore[attr-defined]

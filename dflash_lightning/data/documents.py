@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import islice, pairwise
+from itertools import islice
 
 import numpy as np
 import torch
@@ -27,14 +27,11 @@ NO_ANCHOR = "no two supervised tokens in a row, so no block can start"
 class DocumentStore:
     """Ids and masks of all documents in two flat arrays: small to fork, cheap to pickle, and nothing of the target."""
 
-    def __init__(self, encoded: Sequence[Encoded]) -> None:
-        lengths = [len(item.input_ids) for item in encoded]
+    def __init__(self, ids: Sequence[NDArray[np.int32]], masks: Sequence[NDArray[np.bool_]]) -> None:
+        lengths = [len(item) for item in ids]
         self.offsets: NDArray[np.int64] = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-        self.ids: NDArray[np.int32] = np.empty(int(self.offsets[-1]), dtype=np.int32)
-        self.mask: NDArray[np.bool_] = np.empty(int(self.offsets[-1]), dtype=np.bool_)
-        for item, start, end in zip(encoded, self.offsets, self.offsets[1:], strict=False):
-            self.ids[start:end] = item.input_ids
-            self.mask[start:end] = item.loss_mask
+        self.ids: NDArray[np.int32] = np.concatenate(ids)
+        self.mask: NDArray[np.bool_] = np.concatenate(masks)
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -118,16 +115,28 @@ class DataSummary:
 class DocumentMaker:
     """Reads files and turns rows into documents of at most ``max_length`` tokens, counting everything it drops.
 
-    ``renderer`` null serves tokenised rows, which need no chat template.
+    ``make_renderer`` is called when the first chat row turns up: tokenised data needs no chat template.
     """
 
-    def __init__(self, renderer: ChatRenderer | None, *, max_length: int, vocab_size: int) -> None:
-        self.renderer = renderer
+    def __init__(self, make_renderer: Callable[[], ChatRenderer], *, max_length: int, vocab_size: int) -> None:
+        self._make_renderer = make_renderer
+        self._renderer: ChatRenderer | None = None
         self.max_length = max_length
         self.vocab_size = vocab_size
         self.summary = DataSummary()
-        self.tokenised_rows = 0
-        self._encoded: list[Encoded] = []
+        self._ids: list[NDArray[np.int32]] = []
+        self._masks: list[NDArray[np.bool_]] = []
+
+    @property
+    def renderer(self) -> ChatRenderer:
+        if self._renderer is None:
+            self._renderer = self._make_renderer()
+        return self._renderer
+
+    @property
+    def has_chat_rows(self) -> bool:
+        """Whether any row read so far had to be rendered."""
+        return self._renderer is not None
 
     def read(self, path: str, *, limit: int | None, setting: str, progress: bool = False) -> None:
         """Add the documents of one file, or of its first ``limit`` rows."""
@@ -147,16 +156,16 @@ class DocumentMaker:
             raise ValueError(
                 f"data: {', '.join(summary.sources)} holds no rows. Give a file with one JSON object a line."
             )
-        if not self._encoded:
+        if not self._ids:
             reasons = "; ".join(summary.reasons())
-            name = "none used" if self.renderer is None else repr(self.renderer.tokenizer.name_or_path)
+            name = repr(self.renderer.tokenizer.name_or_path) if self.has_chat_rows else "none used"
             raise ValueError(
                 f"data: all {summary.read} rows of {', '.join(summary.sources)} were dropped: {reasons}. "
                 f"Chat template: {name}. Correct the data, raise data.max_length ({self.max_length}), or give rows "
                 "with 'input_ids' and 'loss_mask'."
             )
         summary.first_supervised = self._first_supervised()
-        return DocumentStore(self._encoded)
+        return DocumentStore(self._ids, self._masks)
 
     def _add(self, rows: list[Row]) -> None:
         """Rendering goes row by row, tokenising in one call for all of them; documents stay in file order."""
@@ -165,10 +174,9 @@ class DocumentMaker:
             self.summary.read += 1
             rendered.append(self._render(row))
         texts = [text for group in rendered if group is not None for text in group]
-        encodings = iter(self.renderer.encode(texts) if self.renderer is not None else [])
+        encodings = iter(self.renderer.encode(texts) if texts else [])
         for row, group in zip(rows, rendered, strict=True):
             if isinstance(row, TokenRow):
-                self.tokenised_rows += 1
                 self._keep(row, [Encoded(self._check_ids(row), [bool(value) for value in row.loss_mask])])
             elif group is not None:
                 self._keep_chat(row, list(islice(encodings, len(group))))
@@ -178,7 +186,6 @@ class DocumentMaker:
             self.summary.drop(NO_RESPONSE, row.where)
         if not isinstance(row, ChatRow):
             return None
-        assert self.renderer is not None
         try:
             rendered = self.renderer.rendered(row.messages, row.tools)
         except UnusableRow as reason:
@@ -204,39 +211,34 @@ class DocumentMaker:
             self._keep(row, [item for result in results if not isinstance(result, UnusableRow) for item in result])
 
     def _keep(self, row: Row, items: list[Encoded]) -> None:
-        cut = [Encoded(item.input_ids[: self.max_length], item.loss_mask[: self.max_length]) for item in items]
-        kept = [(a, b) for a, b in zip(items, cut, strict=True) if _count_anchors(b)]
-        if not kept:
-            nothing = not any(any(item.loss_mask) for item in cut)
-            was_cut = any(len(item.input_ids) > self.max_length and any(item.loss_mask) for item in items)
-            self.summary.drop(CUT if nothing and was_cut else NO_ANCHOR, row.where)
+        """Cut to ``max_length``; a row is dropped when none of its documents has a place to start a block."""
+        summary, before = self.summary, len(self._ids)
+        for item in items:
+            ids = np.array(item.input_ids[: self.max_length], dtype=np.int32)
+            mask = np.array(item.loss_mask[: self.max_length], dtype=np.bool_)
+            anchors = int((mask[:-1] & mask[1:]).sum())  # supervised tokens with a supervised successor
+            if not anchors:
+                continue
+            self._ids.append(ids)
+            self._masks.append(mask)
+            summary.documents += 1
+            summary.tokens += len(ids)
+            summary.supervised += int(mask.sum())
+            summary.anchors += anchors
+            summary.truncated += len(item.input_ids) > self.max_length
+            summary.longest = max(summary.longest, len(ids))
+        if len(self._ids) > before:
+            summary.kept += 1
             return
-        self.summary.kept += 1
-        for whole, item in kept:
-            self._encoded.append(item)
-            self.summary.documents += 1
-            self.summary.tokens += len(item.input_ids)
-            self.summary.supervised += sum(item.loss_mask)
-            self.summary.anchors += _count_anchors(item)
-            self.summary.truncated += len(whole.input_ids) > self.max_length
-            self.summary.longest = max(self.summary.longest, len(item.input_ids))
+        was_cut = any(any(item.loss_mask) and not any(item.loss_mask[: self.max_length]) for item in items)
+        summary.drop(CUT if was_cut else NO_ANCHOR, row.where)
 
     def _first_supervised(self) -> str:
         """Text of the first document's first supervised span, shortened: the quickest check of a mask."""
-        if self.renderer is None:
+        if not self.has_chat_rows:
             return ""
-        item = self._encoded[0]
-        start = item.loss_mask.index(True)
-        end = next((j for j in range(start, len(item.loss_mask)) if not item.loss_mask[j]), len(item.loss_mask))
-        text = str(self.renderer.tokenizer.decode(item.input_ids[start:end], skip_special_tokens=False))
+        ids, mask = self._ids[0], self._masks[0]
+        start = int(mask.argmax())
+        length = int((~mask[start:]).argmax()) if not mask[start:].all() else len(mask) - start
+        text = str(self.renderer.tokenizer.decode(ids[start : start + length].tolist(), skip_special_tokens=False))
         return text if len(text) <= 100 else f"{text[:60]} ... {text[-35:]}"
-
-
-def _count_anchors(item: Encoded) -> int:
-    """Supervised tokens with a supervised successor: where a block may start (design: *Anchors*)."""
-    return sum(a and b for a, b in pairwise(item.loss_mask))
-
-
-def has_chat_rows(paths: Sequence[str], setting: str) -> bool:
-    """Whether the first row of any file is a conversation."""
-    return any(isinstance(row, ChatRow) for path in paths for row in read_rows(path, limit=1, setting=setting))

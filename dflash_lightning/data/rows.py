@@ -85,8 +85,9 @@ def find_file(path: str | Path, *, setting: str = "data") -> Path:
 def read_rows(path: str | Path, *, limit: int | None = None, setting: str = "data") -> Iterator[Row]:
     """Rows of a ``.jsonl`` file (one JSON object a line) or a ``.json`` file (one list), in file order.
 
-    A record holds ``messages`` or ``conversations`` (``role``/``content`` or ShareGPT's ``from``/``value``), or
-    ``input_ids`` with ``loss_mask``, or ``turns``. Blank lines are skipped. ``limit`` stops after that many rows.
+    A record holds ``messages`` or ``conversations`` (``role``/``content`` or ShareGPT's ``from``/``value``), ``prompt``
+    with ``response``, ``input_ids`` with ``loss_mask``, or ``turns``. Blank lines are skipped. ``limit`` stops after that
+    many rows.
 
     Raises:
         ValueError: a record cannot be read; the message names file and line.
@@ -142,14 +143,17 @@ def parse_record(record: Any, where: str) -> Row:
     for key in ("messages", "conversations"):
         if key in record:
             return ChatRow(where, _messages(record[key], where, key), record.get("tools"))
+    if "prompt" in record and "response" in record:
+        pair = [{"role": "user", "content": record["prompt"]}, {"role": "assistant", "content": record["response"]}]
+        return ChatRow(where, _messages(pair, where, "prompt"))
     if "turns" in record:
         turns = record["turns"]
         if not (isinstance(turns, list) and turns and all(isinstance(turn, str) for turn in turns)):
             raise ValueError(f"{where}: 'turns' must be a list of texts with at least one entry, not {_short(turns)}.")
         return PromptRow(where, turns)
     raise ValueError(
-        f"{where}: no known key among {sorted(record)}. A record holds 'messages' or 'conversations' (chat), "
-        "'input_ids' with 'loss_mask' (tokenised), or 'turns' (prompts)."
+        f"{where}: no known key among {sorted(record)}. A record holds 'messages', 'conversations' or 'prompt' "
+        "with 'response' (chat), 'input_ids' with 'loss_mask' (tokenised), or 'turns' (prompts)."
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -194,6 +195,16 @@ def test_micro_batches_trained_before_a_resume_still_count_in_the_totals(tiny_ta
     assert torch.equal(rest[0].window_totals.pack(), whole[0].window_totals.pack())
 
 
+def test_workers_get_ids_and_settings_but_no_target(tiny_target: FrozenTarget, chats: str) -> None:
+    data = make_data(tiny_target, chats, cache_features="ram")
+    maker = data.train_dataloader()._loader.dataset.maker
+    pickled = pickle.dumps(maker)
+    assert len(pickled) < 5 * len(data.documents.ids) + 3000
+    item = WindowItem(1, 0, 0, (((0, 1),),))
+    (again,), (batch,) = pickle.loads(pickled).window(item), maker.window(item)
+    assert torch.equal(again.layout.anchors, batch.layout.anchors)
+
+
 def test_block_budget_limits_the_blocks_of_a_row(tiny_target: FrozenTarget, chats: str) -> None:
     free, tight = (make_data(tiny_target, chats, row_tokens=512, row_blocks=limit) for limit in (None, 13))
     assert max(int(batch.layout.keep.sum()) for batch in epoch_of(free)) > 13
@@ -254,13 +265,13 @@ def test_every_row_is_accounted_for(
     path = tmp_path / "mixed.jsonl"
     good = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello you."}]}
     rows = [good, {"turns": ["only a prompt"]}, {"messages": good["messages"][:1]}, good]
-    rows += [{"input_ids": [1, 2, 3], "loss_mask": [0, 1, 0]}]
+    rows.insert(0, {"input_ids": [1, 2, 3], "loss_mask": [0, 1, 0]})
     path.write_text("\n".join(json.dumps(row) for row in rows))
     summary = make_data(tiny_target, str(path)).summary
     assert summary.read == 5 and summary.kept == 2 and sum(summary.dropped.values()) == 3
     assert summary.supervised == 2 * len("Hello you.") + 2 and summary.anchors == 2 * len("Hello you.")
     text = capsys.readouterr().out
-    assert "5 read, 2 kept as 2 documents, 3 dropped" in text and "mixed.jsonl:3" in text
+    assert "5 read, 2 kept as 2 documents, 3 dropped" in text and "mixed.jsonl:4" in text
     assert "1 x no assistant turn" in text and "dflash regenerate" in text and "'Hello you.<|im_end|>'" in text
     assert len(text.splitlines()) <= 9
 

@@ -23,6 +23,7 @@ MESSAGES = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": 
     [
         {"messages": MESSAGES},
         {"conversations": MESSAGES},
+        {"prompt": "Hi", "response": "Hello"},
         {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]},
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}, MESSAGES[1]]},
     ],
