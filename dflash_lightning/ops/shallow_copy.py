@@ -11,7 +11,7 @@ from torch import nn
 
 
 def shallow_copy(module: nn.Module) -> Any:
-    """The same module with child and hook dictionaries of its own; children and parameters are the original's objects."""
+    """The same module with dictionaries of children and hooks of its own; their values are the original's objects."""
     clone = copy.copy(module)
     clone._modules = dict(module._modules)
     clone._forward_hooks = OrderedDict(module._forward_hooks)
@@ -23,8 +23,8 @@ def shallow_copy(module: nn.Module) -> Any:
 def copy_tree(module: nn.Module, replace: Callable[[nn.Module], nn.Module | None]) -> Any:
     """A shallow copy of the whole tree in which ``replace`` may put another module in a module's place.
 
-    ``replace`` gets the original and returns its replacement, or null to have it copied. A module that stands in the tree
-    twice stays one module.
+    ``replace`` gets the original and returns its replacement, or null to have it copied. A module that stands in the
+    tree twice stays one module.
     """
     done: dict[int, nn.Module] = {}
 

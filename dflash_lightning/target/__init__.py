@@ -1,7 +1,8 @@
 """The frozen target: loading, features, embeddings, language head, and the cache with rollback that decoding needs."""
 
 from dflash_lightning.target.adapter import TargetAdapter
-from dflash_lightning.target.frozen import FrozenTarget, check_layer_ids
+from dflash_lightning.target.facts import check_layer_ids
+from dflash_lightning.target.frozen import FrozenTarget
 from dflash_lightning.target.load import load_target
 from dflash_lightning.target.mask_token import check_mask_token_id, choose_mask_token_id
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -20,14 +21,16 @@ from dflash_lightning.types import FeatureSpec, TargetFeatures
 
 
 class TargetAdapter:
-    """The target with a key-value cache. One batch at a time: ``prefill`` starts it, then ``verify`` and ``commit`` by turns.
+    """The target with a key-value cache. One batch at a time: ``prefill`` starts it, then ``verify`` and ``commit``
+    by turns.
 
-    ``lengths[b]`` counts the committed positions of sequence ``b``, whose next token (the *root* of the next block) stands
-    at position ``lengths[b]`` and is not in the cache. A finished sequence stays as padding: commit 0 rows of it.
-    Plain decoding is ``verify`` with one column. Greedy decoding equals ``transformers.generate`` token for token in fp32.
+    ``lengths[b]`` counts the committed positions of sequence ``b``, whose next token (the *root* of the next block)
+    stands at position ``lengths[b]`` and is not in the cache. A finished sequence stays as padding: commit 0 rows of
+    it. Plain decoding is ``verify`` with one column. Greedy decoding equals ``transformers.generate`` token for token
+    in fp32.
 
-    ``packed`` decodes with weights laid out anew for the CPU (a copy: the target's own stay as they are). The two differ in
-    the last bits, so compare only decoders that pack alike.
+    ``packed`` decodes with weights laid out anew for the CPU (a copy: the target's own stay as they are). The two
+    differ in the last bits, so compare only decoders that pack alike.
     """
 
     def __init__(self, target: FrozenTarget, spec: FeatureSpec, *, packed: bool = True) -> None:
@@ -41,7 +44,7 @@ class TargetAdapter:
             anatomy = Anatomy(pack_linears(anatomy.decoder), anatomy.layers_name, anatomy.norm_name)
             head = pack_linears(head)
         self.head: nn.Module = head
-        self._config = anatomy.decoder.config
+        self._config: Any = anatomy.decoder.config
         self._trunk = Trunk(anatomy, FeatureSpec(spec.layer_ids, last_hidden=True))
         self._cache = RowCache(target.facts.num_layers)
         self._lengths: list[int] = []
@@ -50,7 +53,7 @@ class TargetAdapter:
     @property
     def lengths(self) -> Int[Tensor, " B"]:
         """Committed positions per sequence."""
-        return torch.tensor(self._lengths, device=self.target.device)
+        return torch.tensor(self._lengths, dtype=torch.long, device=self.target.device)
 
     def reset(self) -> None:
         """Forget the batch and give the cache's memory back; ``prefill`` does not need it."""
@@ -81,10 +84,11 @@ class TargetAdapter:
     def verify(
         self, tokens: Int[Tensor, "B W"], *, parents: Int[Tensor, "B W"] | None = None
     ) -> tuple[Float[Tensor, "B W V"], TargetFeatures]:
-        """Logits and features of ``W`` tokens that follow each sequence; column 0 is the root at position ``lengths[b]``.
+        """Logits and features of ``W`` tokens that follow each sequence; column 0 is the root at position
+        ``lengths[b]``.
 
-        Nothing is committed: a second ``verify`` replaces the first. ``parents`` is the place of token trees (column ``k``
-        follows column ``parents[b, k]``); chains leave it null.
+        Nothing is committed: a second ``verify`` replaces the first. ``parents`` is the place of token trees (column
+        ``k`` follows column ``parents[b, k]``); chains leave it null.
         """
         if parents is not None:
             raise ValueError("TargetAdapter.verify: token trees are not supported yet. Verify a chain (parents=None).")
@@ -95,7 +99,7 @@ class TargetAdapter:
             return self._logits(hidden), features
 
     def commit(self, keep: Int[Tensor, " B"]) -> None:
-        """Keep the first ``keep[b]`` of the rows just verified; the others are gone. 0 for sequences that are finished."""
+        """Keep the first ``keep[b]`` of the rows just verified; the others are gone. 0 for finished sequences."""
         kept = keep.tolist()
         assert len(kept) == len(self._lengths) and all(0 <= k <= self._width for k in kept), (kept, self._width)
         self._lengths = [length + k for length, k in zip(self._lengths, kept, strict=True)]
@@ -127,7 +131,7 @@ class TargetAdapter:
 
 
 def _decoding_anatomy(target: FrozenTarget) -> Anatomy:
-    """The target's decoder; with kernels that take no masks (flash, flex) a copy that uses sdpa, or eager without sdpa."""
+    """The target's decoder; for kernels that take no masks (flash, flex) a copy that uses sdpa, else eager."""
     anatomy, config = target.anatomy, target.model.config
     if config._attn_implementation in ("sdpa", "eager"):
         return anatomy
@@ -144,6 +148,6 @@ def _decoding_anatomy(target: FrozenTarget) -> Anatomy:
 
 @contextmanager
 def _plain_mode(device: torch.device) -> Iterator[None]:
-    """No gradients, no autocast, and normal tensors even under ``inference_mode``, whose tensors could not be updated later."""
+    """No gradients, no autocast, and normal tensors even under ``inference_mode`` (its tensors cannot be updated)."""
     with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
         yield

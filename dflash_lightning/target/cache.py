@@ -49,7 +49,7 @@ class RowLayer(CacheLayerMixin):
         return buffer[:, :, : cache.num_rows]
 
     def _grown(self, buffer: Tensor | None, states: Tensor) -> Tensor:
-        """Room for at least the rows needed now, at least doubled; zeros, because a masked NaN would still poison a sum."""
+        """Room for the rows needed now, at least doubled; zeros, because a masked NaN would still poison a sum."""
         batch, heads, _, dim = states.shape
         old = 0 if buffer is None else buffer.shape[2]
         capacity = max(_FIRST_CAPACITY, 2 * old, self._cache.num_rows)
@@ -69,10 +69,12 @@ class RowLayer(CacheLayerMixin):
 
 
 class RowCache(Cache):
-    """Row ``j`` of every buffer is position ``j`` of its sequence, so rollback is forgetting: a later write replaces it.
+    """Row ``j`` of every buffer is position ``j`` of its sequence, so rollback is forgetting: a later write replaces
+    it.
 
-    ``place`` says, before a forward, where its rows go. With equal lengths the cache looks to transformers like any other of
-    ``start`` rows, and transformers makes the masks; with unequal ones the caller brings masks (see ``ragged_mask``).
+    ``place`` says, before a forward, where its rows go. With equal lengths the cache looks to transformers like any
+    other of ``start`` rows, and transformers makes the masks; with unequal ones the caller brings masks (see
+    ``ragged_mask``).
     """
 
     def __init__(self, num_layers: int) -> None:

@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 # Families whose features, packing and decoding the test suite holds equal to transformers' own forward and generate.
 VERIFIED_FAMILIES = (
-    "llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "gpt_oss", "mixtral", "qwen3_moe", "mistral", "granite", "cohere",
+    "llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "gpt_oss", "mixtral", "qwen3_moe", "mistral", "granite",
+    "cohere",
 )  # fmt: skip
 
 _ATTENTION_KINDS = ("full_attention", "sliding_attention")
@@ -22,7 +23,7 @@ _FINAL_NORM_NAMES = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "nor
 
 
 def setting(config: PretrainedConfig, *names: str, default: Any = None) -> Any:
-    """First of the settings ``names`` that the configuration has and that is not null: families spell them differently."""
+    """First of the settings ``names`` that the configuration has, not null: families spell them differently."""
     for name in names:
         value = getattr(config, name, None)
         if value is not None:
@@ -129,7 +130,7 @@ def find_anatomy(model: PreTrainedModel, source: str) -> Anatomy:
 
 
 def check_structure(config: PretrainedConfig, source: str) -> None:
-    """Build an unverified family without storage (meta device) and look for the parts that features and decoding need."""
+    """Build an unverified family without storage (meta device) and look for the parts that are needed of it."""
     model_class = causal_lm_class(config)
     if config.model_type in VERIFIED_FAMILIES or model_class is None:
         return
@@ -165,7 +166,7 @@ def rope_settings(config: PretrainedConfig) -> dict[str, Any]:
 
 
 def sliding_window(config: PretrainedConfig) -> int | None:
-    """Window of the sliding layers: a row sees itself and the ``window - 1`` rows before it. Null without such layers."""
+    """Window of the sliding layers: a row sees itself and the ``window - 1`` rows before it; null without any."""
     kinds = setting(config, "layer_types")
     if kinds is not None and "sliding_attention" not in kinds:
         return None

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable
-
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dflash_lightning.draft_config import DraftConfig
 from dflash_lightning.ops.lm_head import LanguageHead
 from dflash_lightning.target import families
+from dflash_lightning.target.facts import check_layer_ids, find_stop_ids, make_facts
 from dflash_lightning.target.masks import is_packed, packed_mask
 from dflash_lightning.target.trunk import Trunk
-from dflash_lightning.types import FeatureSpec, TargetFacts, TargetFeatures
+from dflash_lightning.types import FeatureSpec, TargetFeatures
 
 
 class FrozenTarget:
     """A causal LM that is read and never trained: outside parameters, state_dict, DDP and optimizer (no ``nn.Module``).
 
-    ``facts.digest`` identifies the weights: a sha256 over the architecture and a fixed sample of every tensor, rounded to
-    bfloat16 so that one checkpoint loaded as float32, bfloat16 or float16 has one digest.
+    ``facts.digest`` identifies the weights: a sha256 over the architecture and a fixed sample of every tensor,
+    rounded to bfloat16 so that one checkpoint loaded as float32, bfloat16 or float16 has one digest.
     """
 
     def __init__(
@@ -38,7 +36,7 @@ class FrozenTarget:
         self.model = model.requires_grad_(False).eval()
         self.tokenizer = tokenizer
         self.anatomy = families.find_anatomy(model, name)
-        self.stop_ids = _stop_ids(model, tokenizer)
+        self.stop_ids = find_stop_ids(model, tokenizer)
         self.facts = make_facts(model, tokenizer, name=name, revision=revision, stop_ids=self.stop_ids)
         self._trunks: dict[FeatureSpec, Trunk] = {}
 
@@ -81,7 +79,8 @@ class FrozenTarget:
         """Refuse a drafter that was made for another target.
 
         Raises:
-            ValueError: vocabulary rows, hidden size, number of layers, tapped layers or the digest of the weights differ.
+            ValueError: vocabulary rows, hidden size, number of layers, tapped layers or the digest of the weights
+            differ.
         """
         facts = self.facts
         pairs = {
@@ -120,8 +119,8 @@ class FrozenTarget:
     ) -> TargetFeatures:
         """Hidden states asked for, in the target's own dtype; the forward stops after the last layer needed.
 
-        Documents of a packed row are told apart by ``position_ids`` that restart, and never see one another. Runs without
-        gradients, autocast or cache; the result is made of normal tensors even under ``inference_mode``.
+        Documents of a packed row are told apart by ``position_ids`` that restart, and never see one another. Runs
+        without gradients, autocast or cache; the result is made of normal tensors even under ``inference_mode``.
         """
         with torch.inference_mode(False), torch.no_grad(), torch.autocast(self.device.type, enabled=False):
             return self._features(input_ids.to(self.device), position_ids.to(self.device), spec)
@@ -156,7 +155,7 @@ class FrozenTarget:
 
     @torch.no_grad()
     def check_head(self) -> None:
-        """Head applied to ``last_hidden`` must give the model's own logits (SpecForge-like trainers got this wrong: F028)."""
+        """The head applied to ``last_hidden`` must give the model's own logits (un-normed states train badly)."""
         ids, positions = self._probe(4)
         hidden = self.features(ids, positions, FeatureSpec(last_hidden=True)).last_hidden
         assert hidden is not None
@@ -165,9 +164,9 @@ class FrozenTarget:
         error = _relative_error(head.logits(hidden.to(head.weight.device)).float(), expected.to(head.weight.device))
         if error > self._tolerance:
             raise ValueError(
-                f"target: the logits of {self.facts.name} (family {self.facts.model_type!r}) are not its language head applied "
-                f"to its last hidden state (relative difference {error:.1e}, allowed {self._tolerance:.0e}). The family does "
-                "something with logits that is unknown here: use a verified family "
+                f"target: logits of {self.facts.name} (family {self.facts.model_type!r}) are not its language head "
+                f"applied to its last hidden state (relative difference {error:.1e}, allowed {self._tolerance:.0e}). "
+                "The family does something with logits that is unknown here: use a verified family "
                 f"({', '.join(families.VERIFIED_FAMILIES)})."
             )
 
@@ -182,8 +181,8 @@ class FrozenTarget:
         if error > self._tolerance:
             raise ValueError(
                 f"target: {self.facts.name} (family {self.facts.model_type!r}, attention "
-                f"{self.model.config._attn_implementation!r}) lets packed documents see one another (relative difference "
-                f"{error:.1e}). Use target.attn_implementation=sdpa or eager."
+                f"{self.model.config._attn_implementation!r}) lets packed documents see one another (relative "
+                f"difference {error:.1e}). Use target.attn_implementation=sdpa or eager."
             )
 
     @property
@@ -193,90 +192,6 @@ class FrozenTarget:
     def _probe(self, length: int) -> tuple[Int[Tensor, "1 S"], Int[Tensor, "1 S"]]:
         positions = torch.arange(length, device=self.device)[None]
         return (positions * 37 + 3) % self.facts.vocab_size, positions
-
-
-def check_layer_ids(layer_ids: Iterable[int], facts: TargetFacts) -> None:
-    """Refuse ids that are not decoder layers of the target, or named twice, before anything is computed.
-
-    Raises:
-        ValueError: says which id is wrong, what is allowed, and ids that would work.
-    """
-    ids, n = list(layer_ids), facts.num_layers
-    count = min(max(len(ids), 1), n)
-    evenly = sorted({round((j + 1) * n / (count + 1)) - 1 if n > count else j for j in range(count)})
-    advice = f"Leave it null for the method's own choice, or use for example {[max(i, 0) for i in evenly]}."
-    for i in ids:
-        if not 0 <= i < n:
-            raise ValueError(
-                f"conditioning.target_layer_ids: {ids} asks for layer {i}, but {facts.name} has {n} decoder layers "
-                f"(0..{n - 1}; id i is the output of layer i). {advice}"
-            )
-    if len(set(ids)) != len(ids):
-        raise ValueError(f"conditioning.target_layer_ids: {ids} names a layer twice. {advice}")
-
-
-def make_facts(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase | None,
-    *,
-    name: str,
-    revision: str | None,
-    stop_ids: tuple[int, ...],
-) -> TargetFacts:
-    """Sizes and names of a target, under one spelling for all families."""
-    config, get = model.config, families.setting
-    num_heads = config.num_attention_heads
-    facts = TargetFacts(
-        name=name,
-        revision=revision,
-        digest="",
-        model_type=config.model_type,
-        vocab_size=model.get_input_embeddings().weight.shape[0],
-        num_tokens=0 if tokenizer is None else len(tokenizer),
-        hidden_size=config.hidden_size,
-        intermediate_size=get(config, "intermediate_size", "n_inner", default=4 * config.hidden_size),
-        num_layers=config.num_hidden_layers,
-        num_heads=num_heads,
-        num_kv_heads=get(config, "num_key_value_heads", default=num_heads),
-        head_dim=get(config, "head_dim", default=config.hidden_size // num_heads),
-        hidden_act=get(config, "hidden_act", "hidden_activation", "activation_function", default="silu"),
-        rms_norm_eps=get(config, "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", default=1e-6),
-        rope_parameters=families.rope_settings(config),
-        max_positions=get(config, "max_position_embeddings", default=1 << 20),
-        embedding_scale=families.embedding_scale(config),
-        bos_token_id=config.bos_token_id if tokenizer is None else tokenizer.bos_token_id,
-        eos_token_ids=stop_ids,
-        pad_token_id=config.pad_token_id if tokenizer is None else tokenizer.pad_token_id,
-    )
-    object.__setattr__(facts, "digest", _digest(model, facts))
-    return facts
-
-
-def _digest(model: nn.Module, facts: TargetFacts, samples: int = 16) -> str:
-    """sha256 over architecture and ``samples`` evenly spaced values of each tensor (tied tensors once).
-
-    Values are rounded to bfloat16, and below float16's normal range to 0, so that the dtype they were loaded in does not
-    show when the checkpoint is a bfloat16 one (as nearly all are). Settings that transformers renames over time stay out.
-    """
-    architecture = (facts.model_type, facts.vocab_size, facts.hidden_size, facts.num_layers, facts.num_heads)
-    digest = hashlib.sha256(repr((*architecture, facts.num_kv_heads, facts.head_dim)).encode())
-    for name, parameter in sorted(model.named_parameters()):
-        flat = parameter.detach().reshape(-1)
-        where = torch.linspace(0, len(flat) - 1, min(samples, len(flat)), dtype=torch.float64).long()
-        values = flat[where.to(flat.device)].float().cpu()
-        rounded = torch.where(values.abs() < 2.0**-14, 0.0, values).to(torch.bfloat16).float()
-        digest.update(f"{name}{tuple(parameter.shape)}".encode() + rounded.numpy().tobytes())
-    return digest.hexdigest()
-
-
-def _stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
-    """Every id that ends a generation: what generation config, model config and tokenizer name, united."""
-    named = [model.generation_config.eos_token_id if model.generation_config is not None else None]
-    named += [model.config.eos_token_id, None if tokenizer is None else tokenizer.eos_token_id]
-    found: set[int] = set()
-    for entry in named:
-        found.update(entry if isinstance(entry, list) else [] if entry is None else [entry])
-    return tuple(sorted(found))
 
 
 def _relative_error(found: Tensor, expected: Tensor) -> float:

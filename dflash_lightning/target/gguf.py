@@ -94,8 +94,8 @@ def _forget_quantization(model: Any) -> None:
 
 def _cannot_write(folder: Path, error: OSError) -> bool:
     warnings.warn(
-        f"The dequantised model cannot be kept in {folder}: {error}. It is read from the GGUF file instead, slowly. Set "
-        "XDG_CACHE_HOME to a folder with room.",
+        f"The dequantised model cannot be kept in {folder}: {error}. It is read from the GGUF file instead, slowly. "
+        "Set XDG_CACHE_HOME to a folder with room.",
         stacklevel=2,
     )
     return False

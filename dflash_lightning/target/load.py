@@ -54,7 +54,8 @@ def load_target(
     that, else eager (Gemma 2, GPT-OSS). ``device_map`` replaces ``device``. ``dtype`` "auto" is the checkpoint's own.
 
     Raises:
-        ValueError: nothing is there, an optional package is missing, the family cannot work (found from the configuration,
+        ValueError: nothing is there, an optional package is missing, the family cannot work (found from the
+        configuration,
             before weights are loaded), or the start-up self-check fails.
     """
     if dtype not in DTYPES:
@@ -149,6 +150,6 @@ def _read_config(where: Source, keywords: dict[str, Any]) -> Any:
         return AutoConfig.from_pretrained(where.location, **keywords)
     except OSError as error:
         raise ValueError(
-            f"target: no model could be read at {where.name}: {str(error).splitlines()[0]} Give a folder with a config.json, "
-            "a GGUF file, or a hub id that this machine can reach."
+            f"target: no model could be read at {where.name}: {str(error).splitlines()[0]} Give a folder with a "
+            "config.json, a GGUF file, or a hub id that this machine can reach."
         ) from error

@@ -12,9 +12,9 @@ from dflash_lightning.target.frozen import FrozenTarget
 def choose_mask_token_id(target: FrozenTarget, used_ids: AbstractSet[int] = frozenset()) -> int:
     """The mask id when the recipe names none.
 
-    First choice is the lowest embedding row that is no token (Qwen3: 151669, as in z-lab's checkpoints); else the highest
-    special id that is not pad, eos, bos or unk and occurs neither in the chat template nor among ``used_ids``, the ids of
-    the training data (SmolLM2 has no spare row, and its pad is its eos).
+    First choice is the lowest embedding row that is no token (Qwen3: 151669, as in z-lab's checkpoints); else the
+    highest special id that is not pad, eos, bos or unk and occurs neither in the chat template nor among
+    ``used_ids``, the ids of the training data (SmolLM2 has no spare row, and its pad is its eos).
 
     Raises:
         ValueError: nothing qualifies; the message lists unused ids that can be named in the recipe.
@@ -33,8 +33,8 @@ def choose_mask_token_id(target: FrozenTarget, used_ids: AbstractSet[int] = froz
                 return token_id
     unused = [row for row in rows if row not in used_ids and row not in reserved][-5:]
     raise ValueError(
-        f"block.mask_token_id: {facts.name} has no embedding row beyond its {facts.num_tokens} tokens and no unused special "
-        f"token. Name the id of a token that never occurs in your data, for example one of {unused}."
+        f"block.mask_token_id: {facts.name} has no embedding row beyond its {facts.num_tokens} tokens and no unused "
+        f"special token. Name the id of a token that never occurs in your data, for example one of {unused}."
     )
 
 

@@ -1,7 +1,7 @@
 """Explicit attention masks in the form that transformers' decoders take instead of making their own.
 
-Needed twice: for packed rows, because some families (GPT-OSS) never look at ``position_ids`` when they make their mask and
-leak across documents, and for ragged decoding, where the rows of a batch stand at different positions.
+Needed twice: for packed rows, because some families (GPT-OSS) never look at ``position_ids`` when they make their
+mask and leak across documents, and for ragged decoding, where the rows of a batch stand at different positions.
 """
 
 from __future__ import annotations

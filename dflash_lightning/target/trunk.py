@@ -19,9 +19,9 @@ _INSTANCE_OVERRIDES = ("forward", "_old_forward", "_hf_hook")
 class Trunk:
     """A decoder cut after the last layer that ``spec`` needs; weights are the original's, which is never touched.
 
-    Each tapped layer is a shallow copy with a hook that writes its output straight into the stacked result, so memory is
-    proportional to the number of ids. Without ``last_hidden`` the final norm is replaced by the identity: cutting the
-    layer list alone would norm the last kept layer silently.
+    Each tapped layer is a shallow copy with a hook that writes its output straight into the stacked result, so memory
+    is proportional to the number of ids. Without ``last_hidden`` the final norm is replaced by the identity: cutting
+    the layer list alone would norm the last kept layer silently.
     """
 
     def __init__(self, anatomy: Anatomy, spec: FeatureSpec) -> None:
