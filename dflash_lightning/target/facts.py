@@ -1,0 +1,103 @@
+"""Facts about a target under one spelling for all families, and the digest that tells one target from another."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from dflash_lightning.target.families import embedding_scale, rope_settings, setting
+from dflash_lightning.types import TargetFacts
+
+
+def check_layer_ids(layer_ids: Iterable[int], facts: TargetFacts) -> None:
+    """Refuse ids that are not decoder layers of the target, or named twice, before anything is computed.
+
+    Raises:
+        ValueError: says which id is wrong, what is allowed, and ids that would work.
+    """
+    ids, n = list(layer_ids), facts.num_layers
+    count = min(max(len(ids), 1), n)
+    evenly = sorted({round((j + 1) * n / (count + 1)) - 1 if n > count else j for j in range(count)})
+    advice = f"Leave it null for the method's own choice, or use for example {[max(i, 0) for i in evenly]}."
+    for i in ids:
+        if not 0 <= i < n:
+            raise ValueError(
+                f"conditioning.target_layer_ids: {ids} asks for layer {i}, but {facts.name} has {n} decoder layers "
+                f"(0..{n - 1}; id i is the output of layer i). {advice}"
+            )
+    if len(set(ids)) != len(ids):
+        raise ValueError(f"conditioning.target_layer_ids: {ids} names a layer twice. {advice}")
+
+
+def make_facts(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    *,
+    name: str,
+    revision: str | None,
+    stop_ids: tuple[int, ...],
+) -> TargetFacts:
+    """Sizes and names of a target, under one spelling for all"""
+    config, get = model.config, setting
+    embedding: Any = model.get_input_embeddings()
+    num_heads = config.num_attention_heads
+    facts = TargetFacts(
+        name=name,
+        revision=revision,
+        digest="",
+        model_type=config.model_type,
+        vocab_size=len(embedding.weight),
+        num_tokens=0 if tokenizer is None else len(tokenizer),
+        hidden_size=config.hidden_size,
+        intermediate_size=get(config, "intermediate_size", "n_inner", default=4 * config.hidden_size),
+        num_layers=config.num_hidden_layers,
+        num_heads=num_heads,
+        num_kv_heads=get(config, "num_key_value_heads", default=num_heads),
+        head_dim=get(config, "head_dim", default=config.hidden_size // num_heads),
+        hidden_act=get(config, "hidden_act", "hidden_activation", "activation_function", default="silu"),
+        rms_norm_eps=get(config, "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", default=1e-6),
+        rope_parameters=rope_settings(config),
+        max_positions=get(config, "max_position_embeddings", default=1 << 20),
+        embedding_scale=embedding_scale(config),
+        bos_token_id=config.bos_token_id if tokenizer is None else tokenizer.bos_token_id,
+        eos_token_ids=stop_ids,
+        pad_token_id=config.pad_token_id if tokenizer is None else tokenizer.pad_token_id,
+    )
+    return replace(facts, digest=_digest(model, facts))
+
+
+def _digest(model: nn.Module, facts: TargetFacts, samples: int = 16) -> str:
+    """sha256 over architecture and ``samples`` evenly spaced values of each tensor (tied tensors once).
+
+    Values are rounded to bfloat16, and below float16's normal range to 0, so that the dtype they were loaded in does
+    not show when the checkpoint is a bfloat16 one (as nearly all are). Settings that transformers renames over time
+    stay out.
+    """
+    architecture = (facts.model_type, facts.vocab_size, facts.hidden_size, facts.num_layers, facts.num_heads)
+    digest = hashlib.sha256(repr((*architecture, facts.num_kv_heads, facts.head_dim)).encode())
+    for name, parameter in sorted(model.named_parameters()):
+        if parameter.is_meta:  # offloaded to disk by a device map
+            digest.update(f"{name}{tuple(parameter.shape)}".encode())
+            continue
+        flat = parameter.detach().reshape(-1)
+        where = torch.linspace(0, len(flat) - 1, min(samples, len(flat)), dtype=torch.float64).long()
+        values = flat[where.to(flat.device)].float().cpu()
+        rounded = torch.where(values.abs() < 2.0**-14, 0.0, values).to(torch.bfloat16).float()
+        digest.update(f"{name}{tuple(parameter.shape)}".encode() + rounded.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def find_stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
+    """Every id that ends a generation: what generation config, model config and tokenizer name, united."""
+    named = [model.generation_config.eos_token_id if model.generation_config is not None else None]
+    named += [model.config.eos_token_id, None if tokenizer is None else tokenizer.eos_token_id]
+    found: set[int] = set()
+    for entry in named:
+        found.update(entry if isinstance(entry, list) else [] if entry is None else [entry])
+    return tuple(sorted(found))
