@@ -1,6 +1,7 @@
 """Conversations answered by the target: the very ids it decodes, no row lost or doubled, whatever stops the job."""
 
 import copy
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -199,6 +200,16 @@ def test_sampled_answers_do_not_depend_on_the_batch_and_follow_the_seed(
     }
     assert texts["a"] == texts["b"]
     assert texts["a"] != texts["c"]
+
+
+def test_a_draft_changes_how_fast_answers_come_and_not_what_they_say(
+    target: FrozenTarget, make_draft: Any, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = run(prompts, target, tmp_path / "plain.jsonl").out.read_bytes()
+    eager = functools.partial(SpeculativeDecoder, compile=False)  # compiling takes longer than the test
+    monkeypatch.setattr("dflash_lightning.data.answering.SpeculativeDecoder", eager)
+    drafted = run(prompts, target, tmp_path / "drafted.jsonl", draft=make_draft(target))
+    assert drafted.out.read_bytes() == plain
 
 
 def test_a_finished_file_is_left_alone(
