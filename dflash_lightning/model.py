@@ -10,11 +10,14 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import AutoConfig, AutoModel, PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.modeling_outputs import BaseModelOutput
 
 from dflash_lightning.conditioning import Conditioning
 from dflash_lightning.draft_config import DraftConfig
 from dflash_lightning.drafter import Drafter
 from dflash_lightning.head import DraftHead
+from dflash_lightning.model_assistant import AssistantContext, check_assistant, visible_context_rows
 from dflash_lightning.model_config import check_config, make_draft_config
 from dflash_lightning.model_files import file_names, load_draft_weights, write_folder
 from dflash_lightning.ops.context import DraftCache
@@ -104,10 +107,11 @@ class DraftModel(PreTrainedModel):
     ) -> Float[Tensor, "B K H"]:
         """Take in ``keep[b]`` of ``R`` new context rows, then run the block whose root stands at the cursor.
 
-        ``hidden`` holds the layers of ``required()`` in that order. Works in place on ``cache``. No Python branch depends on a tensor's value, so it compiles to one static graph.
+        ``hidden`` holds the layers of ``required()`` in that order. Works in place on ``cache``. No Python branch
+        depends on a tensor's value, so it compiles to one static graph.
         """
         context = self.conditioning.extend(self._tapped(hidden), keep, cache)
-        layout = _decoding_layout(cache.cursor, embeddings.shape[1])
+        layout = _unlabelled_block(cache.cursor[:, None] + torch.arange(embeddings.shape[1], device=self.device))
         slots = context.slot_inputs(embeddings[:, None].to(self.dtype), layout)
         return self.drafter(slots, layout, context)[:, 0]
 
@@ -118,6 +122,38 @@ class DraftModel(PreTrainedModel):
     def _tapped(self, hidden: Float[Tensor, "B R T Ht"]) -> Float[Tensor, "B R t Ht"]:
         """The layers that the conditioning reads, in its own order, out of those of ``required()``."""
         return TargetFeatures(self.required().layer_ids, hidden).select(self.conditioning.required().layer_ids)
+
+    def forward(
+        self,
+        noise_embeds: Float[Tensor, "1 K H"],
+        context_hidden_states: Float[Tensor, "1 R TH"],
+        position_ids: Int[Tensor, "1 L"],
+        attention_mask: Int[Tensor, "1 A"] | None = None,
+        cache: Cache | None = None,
+        past_key_values: Cache | None = None,
+    ) -> BaseModelOutput:
+        """One block for ``target.generate(assistant_model=self, speculation_type="dflash")`` of transformers >= 5.24.
+
+        ``noise_embeds`` are the target's embedding rows as the target itself reads them, scale included;
+        ``context_hidden_states`` the tapped layers of the newly committed tokens, in the order of
+        ``config.target_layer_ids``, one after the other. transformers 5.15-5.23 names the cache ``past_key_values``.
+        """
+        check_assistant(self.config)
+        block_size, num_rows = noise_embeds.shape[1], context_hidden_states.shape[1]
+        taps = context_hidden_states.unflatten(-1, (len(self.config.target_layer_ids), -1))
+        context = AssistantContext(
+            self.conditioning.states(taps.to(self.dtype)),
+            position_ids[:, :num_rows],
+            past_key_values if cache is None else cache,
+            block_size,
+            visible_context_rows(attention_mask, block_size),
+        )
+        layout = _unlabelled_block(position_ids[:, -block_size:])
+        raw = noise_embeds[:, None].to(self.dtype) / self.config.target.get("embedding_scale", 1.0)
+        hidden = self.drafter(context.slot_inputs(raw, layout), layout, context)[:, 0].to(noise_embeds.dtype)
+        if self.alignment.first_slot == 0:  # the generator drops the first row
+            hidden = torch.cat([hidden[:, :1], hidden], dim=1)
+        return BaseModelOutput(last_hidden_state=hidden)
 
     # -- start and files ----------------------------------------------------------------------------------------------
 
@@ -165,25 +201,25 @@ def _make(axis: type, config: DraftConfig, name: str) -> Any:
     return part
 
 
-def _decoding_layout(cursor: Int[Tensor, " B"], block_size: int) -> BlockLayout:
-    """One unlabelled block per row, its root at the cursor."""
-    anchors = cursor[:, None]
-    positions = anchors[..., None] + torch.arange(block_size, device=cursor.device)
-    none = torch.zeros_like(positions, dtype=torch.bool)
+def _unlabelled_block(positions: Int[Tensor, "B K"]) -> BlockLayout:
+    """One block per row at ``positions``, to draft and not to learn from; its context is what the cache holds."""
+    slots = positions[:, None]
+    anchors = slots[..., 0]
+    none = torch.zeros_like(slots, dtype=torch.bool)
     return BlockLayout(
         anchors=anchors,
         keep=torch.ones_like(anchors, dtype=torch.bool),
         context_start=torch.zeros_like(anchors),
         context_end=anchors,
-        input_ids=torch.zeros_like(positions),
-        position_ids=positions,
+        input_ids=torch.zeros_like(slots),
+        position_ids=slots,
         predicts=none,
-        label_index=torch.zeros_like(positions),
-        labels=torch.zeros_like(positions),
-        prev_ids=torch.zeros_like(positions),
+        label_index=torch.zeros_like(slots),
+        labels=torch.zeros_like(slots),
+        prev_ids=torch.zeros_like(slots),
         scored=none,
         valid=none,
-        rows=torch.zeros(0, dtype=torch.long, device=cursor.device),
+        rows=torch.zeros(0, dtype=torch.long, device=slots.device),
     )
 
 

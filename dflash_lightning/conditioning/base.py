@@ -53,6 +53,17 @@ class Conditioning(Component, nn.Module, ABC, axis=True):
         ``cache.cursor`` is moved by ``keep`` before the state is used: the state's visible rows are those ``< cursor``.
         """
 
+    def states(self, hidden: Float[Tensor, "B R T Ht"]) -> Float[Tensor, "B R H"]:
+        """One context state per position, which every draft layer projects; for generators that keep their own cache.
+
+        Raises:
+            ValueError: this conditioning has no such form.
+        """
+        raise ValueError(
+            f"assistant_model: conditioning {self.name!r} cannot be driven by transformers' generate(). "
+            "Decode with `dflash generate`."
+        )
+
     def warm_start_layers(self, num_target_layers: int) -> list[int]:
         """Target decoder layers whose weights ``warm_start`` wants to see; known after ``build``."""
         return []
