@@ -40,7 +40,8 @@ class DraftData(LightningDataModule):
         token_bucket: rows are padded to a multiple of it, so that few distinct lengths reach the device.
         block_bucket: the same for blocks.
         supervise: ``"all_turns"`` or ``"last_turn"`` of a conversation.
-        chat_template_kwargs: passed to the template, e.g. ``{"enable_thinking": False}``; use the same in evaluation.
+        chat_template_kwargs: passed to the template, e.g. ``{"enable_thinking": False}``; tokenised rows need none.
+            Use the same in evaluation.
         cache_features: ``"ram"`` keeps the features of all documents in memory; null computes them for every batch.
         cache_dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``; null keeps the target's dtype.
         limit: read only that many rows of every file.
@@ -141,12 +142,13 @@ class DraftData(LightningDataModule):
         )
 
     def _check_unused_settings(self) -> None:
-        """Settings of the template do not apply to tokenised rows: they are refused, not ignored (F005)."""
-        given = [name for name in ("chat_template_kwargs",) if self.chat_template_kwargs]
-        given += ["supervise"] if self.supervise != "all_turns" else []
-        if given:
+        """Tokenised rows have no turns, so a choice of turns is refused, not ignored (F005).
+
+        ``chat_template_kwargs`` is not: evaluation renders its prompts with the same field.
+        """
+        if self.supervise != "all_turns":
             raise ValueError(
-                f"data.{given[0]}: does not apply to tokenised rows, which are used as they are. "
+                f"data.supervise: {self.supervise!r} does not apply to tokenised rows, which are used as they are. "
                 "Remove it, or give chat rows."
             )
 

@@ -86,8 +86,8 @@ def read_rows(path: str | Path, *, limit: int | None = None, setting: str = "dat
     """Rows of a ``.jsonl`` file (one JSON object a line) or a ``.json`` file (one list), in file order.
 
     A record holds ``messages`` or ``conversations`` (``role``/``content`` or ShareGPT's ``from``/``value``), ``prompt``
-    with ``response``, ``input_ids`` with ``loss_mask``, or ``turns``. Blank lines are skipped. ``limit`` stops after that
-    many rows.
+    with ``response``, ``input_ids`` with ``loss_mask``, or ``turns``. Blank lines are skipped. ``limit`` stops after
+    that many rows.
 
     Raises:
         ValueError: a record cannot be read; the message names file and line.

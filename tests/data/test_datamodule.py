@@ -331,13 +331,13 @@ def test_ids_of_another_model_are_refused_with_their_line(tiny_target: FrozenTar
         make_data(tiny_target, str(path))
 
 
-def test_settings_that_do_not_apply_to_tokenised_rows_are_refused(tiny_target: FrozenTarget, tmp_path: Path) -> None:
+def test_choice_of_turns_does_not_apply_to_tokenised_rows_and_is_refused(
+    tiny_target: FrozenTarget, tmp_path: Path
+) -> None:
     """F005."""
     path = str(write_tokens(tmp_path / "t.jsonl", ([1, 2], [1, 1])))
-    with pytest.raises(ValueError, match=r"data.supervise: does not apply.*Remove it"):
+    with pytest.raises(ValueError, match=r"data.supervise: 'last_turn' does not apply.*Remove it"):
         make_data(tiny_target, path, supervise="last_turn")
-    with pytest.raises(ValueError, match=r"data.chat_template_kwargs: does not apply.*Remove it"):
-        make_data(tiny_target, path, chat_template_kwargs={"enable_thinking": False})
 
 
 @pytest.mark.parametrize(
