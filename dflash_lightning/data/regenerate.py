@@ -87,13 +87,7 @@ def regenerate(
     sampling = SamplingSpec(temperature, top_k, top_p, seed)
     renderer = ChatRenderer(target.tokenizer, stop_ids=target.stop_ids, chat_template_kwargs=chat_template_kwargs)
     scripts, failures = read_scripts(prompts, limit)
-    made_with = {
-        "prompts": {"sha256": _sha256(prompts.read_bytes()), "limit": limit},
-        "target": {"digest": target.facts.digest, "dtype": str(target.dtype).removeprefix("torch.")},
-        "chat_template": {"sha256": _sha256(target.chat_template_text.encode()), "kwargs": renderer.kwargs},
-        "sampling": {"labels": "greedy" if sampling.greedy else "sampled", **asdict(sampling)},
-        "max_new_tokens": max_new_tokens,
-    }
+    made_with = _made_with(prompts, limit, target, renderer, sampling, max_new_tokens)
     meta = out.with_name(out.name + ".meta.json")
     if _is_complete(out, meta, made_with):
         counts = json.loads(meta.read_text(encoding="utf-8"))["counts"]
@@ -110,6 +104,24 @@ def regenerate(
     _write_failures(out, failures)
     write_atomic(meta, _dump({"complete": True, "counts": counts, **header}))
     return RegenerateReport(out, **counts, resumed=resumed, new_tokens=answering.new_tokens, seconds=answering.seconds)
+
+
+def _made_with(
+    prompts: Path,
+    limit: int | None,
+    target: FrozenTarget,
+    renderer: ChatRenderer,
+    sampling: SamplingSpec,
+    max_new_tokens: int,
+) -> dict[str, Any]:
+    """All that an answer depends on. Names of files and models do not belong here: their content does."""
+    return {
+        "prompts": {"sha256": _sha256(prompts.read_bytes()), "limit": limit},
+        "target": {"digest": target.facts.digest, "dtype": str(target.dtype).removeprefix("torch.")},
+        "chat_template": {"sha256": _sha256(target.chat_template_text.encode()), "kwargs": renderer.kwargs},
+        "sampling": {"labels": "greedy" if sampling.greedy else "sampled", **asdict(sampling)},
+        "max_new_tokens": max_new_tokens,
+    }
 
 
 def _answer_all(
@@ -145,15 +157,15 @@ def _is_complete(out: Path, meta: Path, made_with: dict[str, Any]) -> bool:
     """Whether ``out`` is already the result of this call. Refuses to touch a file that came from anything else."""
     if not out.exists() and not partial_path(out).exists():
         return False
-    there = json.loads(meta.read_text(encoding="utf-8")) if meta.exists() else {"complete": False, "made_with": {}}
-    wanted = json.loads(_dump(made_with))
-    different = sorted(key for key in wanted if there["made_with"].get(key) != wanted[key])
+    there = json.loads(meta.read_text(encoding="utf-8")) if meta.exists() else {}
+    found, wanted = there.get("made_with", {}), json.loads(_dump(made_with))
+    different = sorted(key for key in wanted if found.get(key) != wanted[key])
     if different:
         raise ValueError(
             f"regenerate: {out} holds rows made with another {', '.join(different)} (see {meta.name}). Move it away, "
             "or write to another file."
         )
-    return out.exists() and there["complete"]
+    return out.exists() and there["complete"] is True
 
 
 def _write_failures(out: Path, failures: list[Failure]) -> None:
