@@ -15,7 +15,7 @@ import hashlib
 import json
 from dataclasses import dataclass
 from importlib.resources import files
-from itertools import cycle, islice
+from itertools import cycle, islice, zip_longest
 from pathlib import Path
 from typing import Literal
 
@@ -88,18 +88,18 @@ def split_of(name: str) -> Split:
 
 
 def make_prompts(split: Split) -> list[Prompt]:
-    """Prompts of one split, template by template; the same list on every machine."""
-    prompts: list[Prompt] = []
-    for pool in ("function", "snippet", "bug", "class"):
+    """Prompts of one split, the same list on every machine. Templates take turns: any first N are a fair mix."""
+    of_templates: list[list[Prompt]] = []
+    for pool in _POOLS:
         fillings = [f for f in _POOLS[pool]() if split_of(f["name"]) == split]
         supply = cycle(sorted(fillings, key=lambda f: hashlib.sha256(f["name"].encode()).hexdigest()))
         for number, (of_pool, of_split, text) in enumerate(TEMPLATES):
             if (of_pool, of_split) != (pool, split):
                 continue
             # A pool's templates take turns at its fillings, so that every filling is used about equally often.
-            for filling in islice(supply, min(PER_TEMPLATE[split], len(fillings))):
-                prompts.append(Prompt(text.format(**filling), f"{pool}-{number:02d}", filling["name"]))
-    return prompts
+            some = islice(supply, min(PER_TEMPLATE[split], len(fillings)))
+            of_templates.append([Prompt(text.format(**f), f"{pool}-{number:02d}", f["name"]) for f in some])
+    return [prompt for turn in zip_longest(*of_templates) for prompt in turn if prompt is not None]
 
 
 def _lines(file: str) -> list[tuple[str, str]]:
