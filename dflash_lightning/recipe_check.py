@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -138,9 +139,7 @@ def _check_value(value: Any, hint: Any, where: str) -> Iterator[Fault]:
             yield from _check_value(item, Any, f"{where}[{i}]")
     elif value == "None" or not fits(value, hint):
         kind = type(value).__name__
-        yield Fault(
-            where, f"{value!r} ({kind}) does not fit; allowed: {describe(hint)}", advice(value, hint)
-        )
+        yield Fault(where, f"{value!r} ({kind}) does not fit; allowed: {describe(hint)}", advice(value, hint))
 
 
 def _holds_unknown(value: Any) -> bool:
@@ -206,8 +205,8 @@ def _check_construction(node: dict[str, Any], where: str) -> Iterator[Fault]:
 def _check_alignment(block: Any) -> Iterator[Fault]:
     """Block size and label layout, as the drafter's config will refuse them once the target is loaded."""
     size = block.get("block_size") if isinstance(block, dict) else None
-    if fits(size, int):
-        yield from _check_found(lambda: Alignment(size, mask_token_id=0), "block.block_size")
+    if isinstance(size, int):
+        yield from _check_found(partial(Alignment, size, mask_token_id=0), "block.block_size")
 
 
 def _check_monitors(callbacks: Any) -> Iterator[Fault]:
@@ -250,7 +249,7 @@ def _file_names(tree: Any) -> Iterator[tuple[str, str]]:
 
 def _check_files(tree: dict[str, Any]) -> Iterator[Fault]:
     for where, name in _file_names(tree):
-        yield from _check_found(lambda name=name, where=where: find_file(name, setting=where), where)
+        yield from _check_found(partial(find_file, name, setting=where), where)
     target = tree.get("target")
     source = target.get("source") if isinstance(target, dict) else None
     if isinstance(source, str):

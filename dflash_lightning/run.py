@@ -145,7 +145,7 @@ def _differences(theirs: Any, ours: Any) -> Iterator[str]:
 
 
 def _leaves(tree: Any, where: str = "") -> Iterator[tuple[str, Any]]:
-    plain = OmegaConf.to_container(tree, resolve=False) if OmegaConf.is_config(tree) else tree
+    plain: Any = OmegaConf.to_container(tree, resolve=False) if OmegaConf.is_config(tree) else tree
     if isinstance(plain, dict):
         for key, value in plain.items():
             yield from _leaves(value, f"{where}.{key}" if where else str(key))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -19,7 +20,10 @@ from transformers import PreTrainedTokenizerFast
 
 from dflash_lightning.callbacks import AtomicCheckpointIO
 from dflash_lightning.cli import main
+from dflash_lightning.commands.drafts import find_draft
 from dflash_lightning.commands.generate import TokenStream
+from dflash_lightning.model import save_draft
+from dflash_lightning.module import DraftModule
 
 ROOT = Path(__file__).parent.parent
 COMMANDS = ["fit", "evaluate", "report", "generate", "regenerate", "show", "recipes"]
@@ -52,6 +56,7 @@ def here(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     yield workplace
     os.environ.clear()
     os.environ.update(before)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # Lightning ignores Ctrl-C once it has seen one
 
 
 SMOKE = [
@@ -218,7 +223,8 @@ def test_fit_leaves_a_complete_run_folder(trained: Path) -> None:
 def test_fit_of_a_finished_run_does_nothing(trained: Path, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = (trained / "checkpoints" / "last.ckpt").stat().st_mtime_ns
     assert main(["fit", *SMOKE, "run_dir=runs/trained"]) == 0
-    assert "is finished: nothing to do" in capsys.readouterr().out
+    assert main(["fit", "runs/trained"]) == 0
+    assert capsys.readouterr().out.count("is finished: nothing to do") == 2
     assert (trained / "checkpoints" / "last.ckpt").stat().st_mtime_ns == before
 
 
@@ -254,8 +260,6 @@ def test_interrupted_run_resumes_to_the_same_weights(
     here: Path, trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Ctrl-C in epoch 1; the command again must end where the uninterrupted run ended."""
-    from dflash_lightning.module import DraftModule
-
     once = {"pending": True}
     step = DraftModule.training_step
 
@@ -336,13 +340,19 @@ def test_evaluate_takes_run_and_checkpoint_and_is_lossless(
     assert "tau" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("mode", [["--eager"], pytest.param([], marks=pytest.mark.compiled)])
 def test_generate_prints_json_whose_counts_add_up(
-    trained: Path, here: Path, capsys: pytest.CaptureFixture[str], make_tiny_model: Callable[..., Any]
+    mode: list[str],
+    trained: Path,
+    here: Path,
+    capsys: pytest.CaptureFixture[str],
+    make_tiny_model: Callable[..., Any],
 ) -> None:
-    ids = "3,7,5"
-    assert main(["generate", "--draft", str(trained), "--prompt-ids", ids, "--max-new-tokens", "20", "--json"]) == 0
+    arguments = ["--draft", str(trained), "--prompt-ids", "3,7,5", "--max-new-tokens", "20", "--json", *mode]
+    assert main(["generate", *arguments]) == 0
     report = json.loads(capsys.readouterr().out)
     assert 1 + sum(report["committed"]) == len(report["output_ids"]) <= 20
+    assert report["compiled"] is not bool(mode)
     plain = make_tiny_model("llama").generate(torch.tensor([[3, 7, 5]]), max_new_tokens=20, do_sample=False)
     assert report["output_ids"] == plain[0, 3:].tolist()
     assert report["times"]["total_s"] > 0
@@ -365,6 +375,19 @@ def test_generate_streams_text_in_which_drafted_tokens_are_green(
     captured = capsys.readouterr()
     assert "green" in captured.err and "tokens per round" in captured.err
     assert captured.out.endswith("\n")
+
+
+def test_an_exported_folder_finds_its_target_by_name(
+    trained: Path, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_draft(find_draft(str(trained)).model, here / "exported")
+    arguments = ["--prompt-ids", "3,7,5", "--max-new-tokens", "20", "--eager", "--json"]
+    outputs = []
+    for draft in (trained, here / "exported"):
+        assert main(["generate", "--draft", str(draft), *arguments]) == 0
+        outputs.append(json.loads(capsys.readouterr().out))
+    assert outputs[0]["output_ids"] == outputs[1]["output_ids"]
+    assert outputs[0]["committed"] == outputs[1]["committed"]
 
 
 def test_prompt_ids_outside_the_vocabulary_are_refused(

@@ -97,7 +97,7 @@ def open_target_of(draft: FoundDraft, name: str | None, *, device: str | None, d
     else:
         raise ValueError(f"--target: {draft.source} does not say which target it was made for. Give --target.")
     check_made_for(draft.model.config, target.facts)
-    draft.model.to(target.device)
+    draft.model.to(target.device)  # type: ignore[arg-type]
     return target
 
 

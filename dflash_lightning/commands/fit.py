@@ -35,19 +35,24 @@ def fit(recipe: str, overrides: Sequence[str], *, fresh: bool = False) -> int:
         print(f"{folder.path} is finished: nothing to do. Train again with --fresh, or see it: {_next(folder)}")
         return 0
     parts = build_recipe(cfg)
-    if rank_zero_only.rank == 0:
+    if _is_main():
         folder.begin(cfg)
         os.environ[_RESUME] = resume
-    print(f"run folder {folder.path}" + (f", resuming from {resume}" if resume else ""), flush=True)
+        print(f"run folder {folder.path}" + (f", resuming from {resume}" if resume else ""), flush=True)
     started = _run(parts, folder, resume)
     return INTERRUPTED if started is None else _conclude(parts, folder, started)
 
 
+def _is_main() -> bool:
+    """Whether this process is rank 0 (or the only one), also before Lightning has started the others."""
+    return rank_zero_only.rank == 0  # type: ignore[attr-defined]
+
+
 def _decide(folder: RunFolder, cfg: DictConfig, fresh: bool) -> str | None:
     """The checkpoint to resume from, "" to start anew, null when the run is finished."""
-    if _RESUME in os.environ and rank_zero_only.rank != 0:
+    if _RESUME in os.environ and not _is_main():
         return os.environ[_RESUME]
-    if fresh and rank_zero_only.rank != 0:
+    if fresh and not _is_main():
         raise ValueError("--fresh: ranks started from outside cannot agree on it. Remove the run folder first.")
     if fresh and (aside := folder.set_aside()) is not None:
         print(f"the earlier run is kept as {aside}")
@@ -79,7 +84,7 @@ def _run(parts: Parts, folder: RunFolder, resume: str) -> int | None:
         print(f"\ninterrupted at step {parts.trainer.global_step}; {saved}. The same command {again}.", file=sys.stderr)
         return None
     finally:
-        if rank_zero_only.rank == 0:
+        if _is_main():
             folder.add_minutes((time.monotonic() - clock) / 60)
     return begin.step
 
@@ -96,7 +101,7 @@ def _conclude(parts: Parts, folder: RunFolder, started: int) -> int:
     if problem:
         print(f"dflash: the run trained nothing: {problem}", file=sys.stderr)
         return 1
-    if rank_zero_only.rank == 0:
+    if _is_main():
         tau = parts.trainer.callback_metrics.get("decode/tau")
         folder.finish(optimizer_steps=steps, tau=None if tau is None else float(tau))
         print(f"finished after {steps} optimizer steps. Next: {_next(folder)}")
