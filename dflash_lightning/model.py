@@ -19,7 +19,7 @@ from dflash_lightning.drafter import Drafter
 from dflash_lightning.head import DraftHead
 from dflash_lightning.model_assistant import AssistantContext, check_assistant, visible_context_rows
 from dflash_lightning.model_config import check_config, make_draft_config
-from dflash_lightning.model_files import file_names, load_draft_weights, write_folder
+from dflash_lightning.model_files import file_names, load_draft_weights, without_progress_bars, write_folder
 from dflash_lightning.ops.context import DraftCache
 from dflash_lightning.ops.lm_head import LanguageHead, View
 from dflash_lightning.types import Alignment, BlockLayout, FeatureSpec, TargetFeatures
@@ -184,12 +184,14 @@ class DraftModel(PreTrainedModel):
 
 def load_draft(folder: str | Path) -> DraftModel:
     """The drafter saved in ``folder`` (ours, or z-lab's layout flat or nested), in fp32 and in eval mode."""
-    return DraftModel.from_pretrained(folder, dtype=torch.float32)
+    with without_progress_bars():
+        return DraftModel.from_pretrained(folder, dtype=torch.float32)
 
 
 def save_draft(model: DraftModel, folder: str | Path) -> None:
     """Write ``model`` to ``folder`` so that a reader sees the old content or the new one, never half of it."""
-    write_folder(folder, model.save_pretrained)
+    with without_progress_bars():
+        write_folder(folder, model.save_pretrained)
 
 
 def _make(axis: type, config: DraftConfig, name: str) -> Any:

@@ -46,9 +46,9 @@ def check_assistant(config: DraftConfig) -> None:
     """
     if config.draft_vocab_size is not None:
         raise ValueError(
-            f"assistant_model: this drafter knows {config.draft_vocab_size} of {config.vocab_size} tokens, and generate() "
-            "would draft from all of them, untrained ones included. Decode with `dflash generate`, or train without "
-            "draft_vocabulary."
+            f"assistant_model: this drafter knows {config.draft_vocab_size} of {config.vocab_size} tokens, and "
+            "generate() would draft from all of them, untrained ones included. Decode with `dflash generate`, or train "
+            "without draft_vocabulary."
         )
 
 

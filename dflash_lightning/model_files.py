@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers.utils import cached_file
+from transformers.utils import cached_file, logging
 
 from dflash_lightning.draft_config import NESTED, DraftConfig, lift_settings
 
@@ -107,6 +108,18 @@ def load_draft_weights(
         )
     model._weight_conversions = []  # saving renames by ``file_names``, not by transformers' record of this load
     return (model, info) if want_info else model
+
+
+@contextmanager
+def without_progress_bars() -> Iterator[None]:
+    """transformers' bars off: a drafter is small, and training shows a bar of its own."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def write_folder(folder: str | Path, write: Callable[[Path], Any]) -> None:

@@ -5,8 +5,8 @@ import torch
 from transformers import AutoConfig
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Model
 
-from dflash_lightning.drafter import BlockTransformer
 from dflash_lightning.drafter.layer import Pattern
+from dflash_lightning.model import DraftModel
 from dflash_lightning.ops.context import ContextState
 from dflash_lightning.ops.rotary import make_rotation
 
@@ -143,10 +143,14 @@ def test_warm_start_copies_the_last_layers_and_passes_the_deepest_feature_throug
     assert torch.equal(model.conditioning.hidden_norm.weight, reader)
 
 
-def test_a_target_without_query_and_key_norms_leaves_their_gain(make_target):
+def test_a_target_without_query_and_key_norms_leaves_their_gain(make_target, make_draft):
     target = make_target("llama")
-    drafter = BlockTransformer(num_layers=1, init_from_target=True, qk_norm_gain=1.5)
-    assert drafter.geometry(target.facts)["hidden_act"] == "silu"
+    config = make_draft(target, init_from_target=True, qk_norm_gain=1.5).config
+    model = DraftModel(config)
+    model.warm_start(target.decoder_layer_state)
+    for index, layer in enumerate(model.drafter.layers):
+        assert layer.self_attn.q_norm.weight.tolist() == layer.self_attn.k_norm.weight.tolist() == [1.5] * 8
+        assert torch.equal(layer.mlp.up_proj.weight, target.decoder_layer_state(2 + index)["mlp.up_proj.weight"])
 
 
 def test_warm_start_does_nothing_unless_it_is_asked_for(make_target, make_draft):
