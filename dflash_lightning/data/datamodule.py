@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from jaxtyping import Bool
-from lightning.pytorch import LightningDataModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from lightning.pytorch.loops.loop import _Loop
 from torch import Tensor
 
 from dflash_lightning.block.base import BlockConstructor
@@ -17,6 +16,7 @@ from dflash_lightning.data.conversation import ChatRenderer, Supervise
 from dflash_lightning.data.documents import DataSummary, DocumentMaker, DocumentStore
 from dflash_lightning.data.feature_cache import DTYPES, FeatureCache, cache_bytes, check_memory
 from dflash_lightning.data.loader import PlanSampler, StatefulLoader
+from dflash_lightning.data.next_epoch import StartNextEpoch
 from dflash_lightning.data.packing import Planner, PlanSettings
 from dflash_lightning.target import FrozenTarget
 from dflash_lightning.types import Alignment, FeatureSpec, TrainBatch
@@ -93,6 +93,8 @@ class DraftData(LightningDataModule):
         self._store: DocumentStore | None = None
         self._bound: tuple[BlockConstructor, Alignment, FeatureSpec, Bool[Tensor, " V"] | None] | None = None
         self._cache: FeatureCache | None = None
+        self._loader: StatefulLoader | None = None
+        self._position: dict[str, Any] | None = None
 
     def _check_settings(self) -> None:
         positions = self.target.facts.max_positions
@@ -120,6 +122,8 @@ class DraftData(LightningDataModule):
 
     def setup(self, stage: str | None = None) -> None:
         """Read, render and tokenise the files, once; print what became of the rows."""
+        if self.trainer is not None and not any(isinstance(c, StartNextEpoch) for c in self._callbacks):
+            self._callbacks.append(StartNextEpoch())
         if self._store is not None:
             return
         maker = DocumentMaker(self._make_renderer, max_length=self.max_length, vocab_size=self.target.facts.vocab_size)
@@ -176,8 +180,6 @@ class DraftData(LightningDataModule):
         self._bound = (block, alignment, spec, vocabulary)
 
     def train_dataloader(self) -> StatefulLoader:
-        if self.trainer is not None:
-            _leave_finished_epoch(self.trainer)
         block, alignment, spec, vocabulary = self._binding()
         planner = self._planner(block, alignment)
         sampler = PlanSampler(
@@ -202,7 +204,24 @@ class DraftData(LightningDataModule):
             max_length=self.max_length,
             pad_token_id=0 if pad is None else pad,
         )
-        return StatefulLoader(maker, sampler, num_workers=self.num_workers)
+        self._loader = StatefulLoader(maker, sampler, num_workers=self.num_workers)
+        if self._position is not None:
+            self._loader.load_state_dict(self._position)
+            self._position = None
+        return self._loader
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the training loader stands.
+
+        Lightning saves the loader's state too, but does not load it into a loader that was made before its loops were
+        restored, which ``trainer.estimated_stepping_batches`` in ``configure_optimizers`` does.
+        """
+        return {} if self._loader is None else {"train": self._loader.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._position = state_dict.get("train")
+        if self._loader is not None and self._position is not None:
+            self._loader.load_state_dict(self._position)
 
     def _binding(self) -> tuple[BlockConstructor, Alignment, FeatureSpec, Bool[Tensor, " V"] | None]:
         if self._bound is None:
@@ -234,13 +253,17 @@ class DraftData(LightningDataModule):
     def _accumulate(self) -> int:
         if self.trainer is None:
             return 1
-        callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
-        if any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks):
+        if any(isinstance(callback, GradientAccumulationScheduler) for callback in self._callbacks):
             raise ValueError(
                 "trainer.callbacks: GradientAccumulationScheduler changes the accumulation during the run, which the "
                 "plan of batches cannot follow. Use a constant trainer.accumulate_grad_batches."
             )
         return self.trainer.accumulate_grad_batches
+
+    @property
+    def _callbacks(self) -> list[Callback]:
+        assert self.trainer is not None
+        return self.trainer.callbacks  # type: ignore[attr-defined]
 
     def _limit_batches(self, planner: Planner) -> int | None:
         """Micro-batches per epoch that Lightning will run, where ``limit_train_batches`` says fewer than all."""
@@ -290,16 +313,3 @@ class DraftData(LightningDataModule):
     def _say(self, *lines: str) -> None:
         if self._is_main:
             print(*lines, sep="\n", flush=True)
-
-
-def _leave_finished_epoch(trainer: Trainer) -> None:
-    """Start the next epoch when a run is resumed from a checkpoint written in ``on_train_epoch_end``.
-
-    With ``max_steps`` set, Lightning (2.6.6) believes to be in the middle of the finished epoch, trains a single batch
-    and ends it again. Without ``max_steps`` it starts the next epoch; this makes it do so always. A test in
-    ``tests/data/test_resume.py`` fails once Lightning's loops change.
-    """
-    loop = trainer.fit_loop
-    epochs: Any = loop.epoch_progress.current
-    if loop.restarting and 0 < epochs.ready == epochs.started == epochs.processed:
-        _Loop.restarting.fset(loop, False)  # type: ignore[attr-defined]

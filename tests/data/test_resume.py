@@ -24,8 +24,9 @@ ACCUMULATE = 2
 class Probe(LightningModule):
     """Trains one number on the features of each batch and writes down what it was given."""
 
-    def __init__(self) -> None:
+    def __init__(self, early: bool) -> None:
         super().__init__()
+        self.early = early
         self.weight = torch.nn.Parameter(torch.ones(()))
         self.seen: list[tuple[int, int, Tensor]] = []
         self.register_buffer("draws", torch.zeros(()))
@@ -43,6 +44,8 @@ class Probe(LightningModule):
         return self.weight * batch.features.hidden.mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
+        if self.early:  # makes the loader before Lightning restores loops and loader
+            assert self.trainer.estimated_stepping_batches > 0
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
@@ -87,6 +90,7 @@ def fit(
     workers: int = 0,
     cache: str | None = None,
     cut: CutAt | None = None,
+    early: bool = True,
     resume: Path | None = None,
     **trainer: Any,
 ) -> Probe:
@@ -94,7 +98,7 @@ def fit(
         target, train=rows, max_length=64, token_bucket=16, block_bucket=8, num_workers=workers,
         cache_features=cache,  # type: ignore[arg-type]
     )  # fmt: skip
-    probe = Probe()
+    probe = Probe(early)
     torch.manual_seed(1)
     settings: dict[str, Any] = {"max_epochs": EPOCHS, "accumulate_grad_batches": ACCUMULATE, **trainer}
     runner = Trainer(
@@ -138,13 +142,20 @@ def test_run_cut_inside_a_late_epoch_goes_on_exactly(
     assert torch.equal(whole.weight, rest.weight)
 
 
+@pytest.mark.parametrize("early", [True, False])
 @pytest.mark.parametrize("steps_limit", [None, 11])
 @pytest.mark.parametrize("cut_by", ["last batch", "epoch end"])
 def test_run_cut_at_the_end_of_an_epoch_goes_on_exactly(
-    tiny_target: FrozenTarget, rows: str, per_epoch: int, tmp_path: Path, steps_limit: int | None, cut_by: str
+    tiny_target: FrozenTarget,
+    rows: str,
+    per_epoch: int,
+    tmp_path: Path,
+    steps_limit: int | None,
+    cut_by: str,
+    early: bool,
 ) -> None:
     """Both kinds of boundary, with and without ``max_steps``, which changes how Lightning restarts."""
-    limit = {} if steps_limit is None else {"max_steps": steps_limit}
+    limit: dict[str, Any] = {"early": early} | ({} if steps_limit is None else {"max_steps": steps_limit})
     whole = fit(tiny_target, rows, **limit)
     cut = CutAt(tmp_path, batches=2 * per_epoch) if cut_by == "last batch" else CutAt(tmp_path, epochs=2)
     first = fit(tiny_target, rows, cut=cut, **limit)
@@ -165,6 +176,16 @@ def test_run_may_be_cut_after_every_micro_batch(
         first = fit(tiny_target, rows, cut=cut, max_epochs=2, max_steps=steps_limit)
         rest = fit(tiny_target, rows, resume=cut.path, max_epochs=2, max_steps=steps_limit)
         assert same(whole.seen, first.seen + rest.seen), f"cut after {batches} micro-batches"
+
+
+def test_loader_made_after_the_loops_are_restored_goes_on_too(
+    tiny_target: FrozenTarget, rows: str, per_epoch: int, tmp_path: Path
+) -> None:
+    whole = fit(tiny_target, rows, early=False)
+    cut = CutAt(tmp_path, batches=2 * per_epoch + ACCUMULATE)
+    first = fit(tiny_target, rows, cut=cut, early=False)
+    rest = fit(tiny_target, rows, resume=cut.path, early=False)
+    assert same(whole.seen, first.seen + rest.seen)
 
 
 def test_limited_epochs_have_totals_of_the_windows_that_are_run(
