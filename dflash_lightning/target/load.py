@@ -148,7 +148,7 @@ def _locate_in_package(source: str) -> Source:
 def _read_config(where: Source, keywords: dict[str, Any]) -> Any:
     try:
         return AutoConfig.from_pretrained(where.location, **keywords)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise ValueError(
             f"target: no model could be read at {where.name}: {str(error).splitlines()[0]} Give a folder with a "
             "config.json, a GGUF file, or a hub id that this machine can reach."
