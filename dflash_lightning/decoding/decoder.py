@@ -55,7 +55,7 @@ class SpeculativeDecoder:
         compile: bool = True,
         packed: bool = True,
     ) -> None:
-        name = _resolve(verifier, sampling)
+        name = resolve_verifier(verifier, sampling)
         self.target = target
         self.max_length = max_length
         self.batch_size = batch_size
@@ -165,7 +165,8 @@ class SpeculativeDecoder:
                 )
 
 
-def _resolve(name: VerifierName, sampling: SamplingSpec) -> VerifierName:
+def resolve_verifier(name: str, sampling: SamplingSpec) -> str:
+    """The verifier that ``name`` means at this temperature; refuses one that would ignore the temperature."""
     if name not in get_args(VerifierName):
         raise ValueError(f"decoding.verifier: {name!r} is unknown. Use one of {list(get_args(VerifierName))}.")
     if name == "auto":

@@ -26,14 +26,12 @@ OnRound = Callable[[int, list[int], list[bool]], None]
 
 @runtime_checkable
 class CachedTarget(Protocol):
-    """What the loop asks of a target: ``TargetAdapter`` is one. ``lengths`` are the rows' committed positions.
+    """What the loop asks of a target: ``TargetAdapter`` is one.
 
     ``prefill`` returns the logits after each prompt, the features of its positions and the prompts' lengths. ``verify``
-    runs roots and drafts at positions ``lengths ..`` and returns logits and features of each; ``commit`` keeps the
-    first ``keep[b]`` of these and takes the rest back.
+    runs roots and drafts at the positions after what is committed and returns logits and features of each; ``commit``
+    keeps the first ``keep[b]`` of these and takes the rest back.
     """
-
-    lengths: Int[Tensor, " B"]
 
     def prefill(self, prompts: list[list[int]]) -> tuple[Float[Tensor, "B V"], TargetFeatures, Int[Tensor, " B"]]: ...
 
@@ -87,30 +85,32 @@ def decode_batch(
 ) -> list[Generation]:
     """Decode ``prompts`` together until each has stopped; ended rows ride along, committing nothing."""
     book = _Book([Generation(request, [], [], []) for request in requests], max_new_tokens, stop_ids, on_round)
+    clock = StageClock(stats)
     logits, features, lengths = parts.target.prefill(list(prompts))
-    clock = StageClock(stats, logits.device)
-    ids = torch.tensor(list(requests), device=logits.device)
-    roots = parts.verifier.sampler.choose(logits[:, None], ids, lengths[:, None])[:, 0]
+    device = lengths.device  # of the embedding; the head of a spread-out target may be elsewhere
+    ids = torch.tensor(list(requests), device=device)
+    roots = parts.verifier.sampler.choose(logits.to(device)[:, None], ids, lengths[:, None])[:, 0]
     book.first(roots.tolist())
     parts.proposer.start(features, lengths)
     clock.ends("prefill")
 
     index = 0
-    while book.live:
-        where = Round(ids, parts.target.lengths, index)
+    while any(book.live):
+        where = Round(ids, lengths, index)
         draft = parts.builder.build(roots, parts.proposer.propose(roots), where)
         clock.ends("draft")
         logits, features = parts.target.verify(draft.tokens)
-        verdict = parts.verifier.verify(draft, logits, where)
+        verdict = parts.verifier.verify(draft, logits.to(device), where)
         roots = verdict.following
         committed = _on_host(draft, verdict)  # the one wait for the device per round
         clock.ends("verify")
-        live = torch.tensor([g.finish is None for g in book.generations], device=roots.device)
-        keep = (verdict.accepted + 1) * live
+        keep = torch.tensor([len(tokens) * live for tokens, live in zip(committed, book.live, strict=True)])
         parts.target.commit(keep)
         parts.proposer.ingest(features, keep)
+        lengths = lengths + keep.to(device)
         clock.ends("commit")
         book.enter(committed, draft.tokens.shape[1] - 1, stats)
+        clock.ends("host")
         stats.cycles += 1
         stats.compiled_cycles += parts.proposer.compiled
         index += 1
@@ -142,8 +142,8 @@ class _Book:
         self.on_round = on_round
 
     @property
-    def live(self) -> bool:
-        return any(g.finish is None for g in self.generations)
+    def live(self) -> list[bool]:
+        return [generation.finish is None for generation in self.generations]
 
     def first(self, tokens: list[int]) -> None:
         """The token after the prompt, which no round has drafted."""

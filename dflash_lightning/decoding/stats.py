@@ -13,10 +13,10 @@ from torch import Tensor
 
 from dflash_lightning.decoding.types import Generation
 
-STAGES = ("prefill", "draft", "verify", "commit", "total")
+STAGES = ("prefill", "draft", "verify", "commit", "host", "total")  # host: counting, cutting, telling the listener
 
 
-def _ratio(numerator: float, denominator: float) -> float:
+def _ratio(numerator: int | float, denominator: int | float) -> float:
     """``numerator / denominator``, NaN where nothing was counted."""
     return numerator / denominator if denominator else math.nan
 
@@ -210,15 +210,9 @@ _COUNTS = tuple(f.name for f in fields(DecodeStats) if f.type == "int" and f.nam
 class StageClock:
     """Adds wall and CPU seconds to stages as they end. Waits for the device, so that a stage's time is its own."""
 
-    def __init__(self, stats: DecodeStats, device: torch.device) -> None:
+    def __init__(self, stats: DecodeStats) -> None:
         self.stats = stats
-        self.device = device
-        self.begin = self.last = self._now()
-
-    def _now(self) -> tuple[float, float]:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter(), time.process_time()
+        self.begin = self.last = _now()
 
     def _add(self, stage: str, since: tuple[float, float], now: tuple[float, float]) -> None:
         index = STAGES.index(stage)
@@ -227,14 +221,16 @@ class StageClock:
 
     def ends(self, stage: str) -> None:
         """The time since the last end belongs to ``stage``."""
-        now = self._now()
+        now = _now()
         self._add(stage, self.last, now)
         self.last = now
 
-    def skip(self) -> None:
-        """The time since the last end belongs to no stage (the loop's own)."""
-        self.last = self._now()
-
     def stop(self) -> None:
         """The whole time since the clock was made is ``total``."""
-        self._add("total", self.begin, self._now())
+        self._add("total", self.begin, _now())
+
+
+def _now() -> tuple[float, float]:
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return time.perf_counter(), time.process_time()

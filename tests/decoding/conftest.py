@@ -5,6 +5,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from dflash_lightning.block import Anchored
+from dflash_lightning.conditioning import KVInjection
 from dflash_lightning.decoding.builder import BestChain, SampledChain
 from dflash_lightning.decoding.loop import Parts
 from dflash_lightning.decoding.noise import Noise
@@ -12,7 +14,14 @@ from dflash_lightning.decoding.proposer import NoDrafts, Proposer
 from dflash_lightning.decoding.sampling import Sampler, SamplingSpec
 from dflash_lightning.decoding.types import Scores
 from dflash_lightning.decoding.verify import MatchVerifier, TokenVerifier
-from dflash_lightning.types import TargetFeatures
+from dflash_lightning.drafter import BlockTransformer
+from dflash_lightning.head import MarginalHead
+from dflash_lightning.model import DraftModel, make_draft_config
+from dflash_lightning.ops.lm_head import LabelLogProb
+from dflash_lightning.target import FrozenTarget
+from dflash_lightning.types import Document, TargetFeatures
+
+VOCAB_SIZE = 272  # of the tiny targets
 
 
 class TableTarget:
@@ -108,3 +117,84 @@ def make_parts() -> Callable[..., Parts]:
         return Parts(target, proposer if proposer is not None else NoDrafts(), builder, judge)
 
     return make
+
+
+def build_draft(target: FrozenTarget, **settings: object) -> DraftModel:
+    """An untrained drafter of two layers for ``target``; blocks of 4 that read two target layers."""
+    block_settings = {"block_size": settings.pop("block_size", 4)}
+    if "label_layout" in settings:
+        block_settings["label_layout"] = settings.pop("label_layout")
+    vocabulary = settings.pop("draft_vocab", None)
+    config = make_draft_config(
+        target.facts,
+        block=Anchored(**block_settings),
+        conditioning=KVInjection(target_layer_ids=[0, 2]),
+        drafter=BlockTransformer(num_layers=2, **settings),
+        head=MarginalHead(),
+        mask_token_id=VOCAB_SIZE - 1,
+        draft_vocab_size=None if vocabulary is None else len(vocabulary),
+    )
+    draft = DraftModel(config)
+    if vocabulary is not None:
+        draft.draft_vocab.copy_(torch.tensor(vocabulary))
+    return draft
+
+
+def overfit(
+    target: FrozenTarget,
+    draft: DraftModel,
+    pairs: list[tuple[list[int], list[int]]],
+    *,
+    steps: int,
+    lr: float = 5e-3,
+) -> None:
+    """Teach ``draft`` the responses of (prompt, response) pairs, all anchors at once, by plain cross-entropy."""
+    optimizer, lm = torch.optim.AdamW(draft.parameters(), lr=lr), draft.head_of(target.lm)
+    vocabulary = None if lm.ids is None else torch.zeros(VOCAB_SIZE, dtype=torch.bool).index_fill(0, lm.ids, True)
+    batches = []
+    for i, (prompt, response) in enumerate(pairs):
+        text = prompt + response
+        document = Document(i, torch.tensor(text), torch.arange(len(text)) >= len(prompt))
+        block = Anchored(block_size=draft.config.block_size, num_anchors=1000, label_layout=draft.config.label_layout)
+        layout = block.blocks(document, draft.alignment, seed=0, epoch=0, vocabulary=vocabulary)
+        positions = torch.arange(len(text))[None]
+        features = target.features(document.input_ids[None], positions, draft.required())
+        batches.append((layout, features, positions))
+    for _ in range(steps):
+        for layout, features, positions in batches:
+            hidden = draft.block_hidden(target.embed(layout.input_ids), layout, features, positions)
+            (log_prob,) = draft.views(hidden, layout, lm)["main"].scalars(LabelLogProb(layout.labels))
+            loss = -torch.where(layout.valid, log_prob, 0.0).sum() / layout.valid.sum()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+
+def generate_plainly(
+    target: FrozenTarget, prompt: list[int], max_new_tokens: int, stop_ids: tuple[int, ...]
+) -> list[int]:
+    """What ``transformers.generate`` continues ``prompt`` with, greedily."""
+    output = target.model.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        do_sample=False,
+        max_new_tokens=max_new_tokens,
+        eos_token_id=list(stop_ids) or None,
+        pad_token_id=0,
+    )
+    return output[0, len(prompt) :].tolist()
+
+
+@pytest.fixture
+def make_draft() -> Callable[..., DraftModel]:
+    return build_draft
+
+
+@pytest.fixture
+def overfit_draft() -> Callable[..., None]:
+    return overfit
+
+
+@pytest.fixture
+def plain_generate() -> Callable[..., list[int]]:
+    return generate_plainly

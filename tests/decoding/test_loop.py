@@ -154,6 +154,8 @@ def test_argmax_drafts_are_refused_for_rejection(table_target, scripted_proposer
     token = make_parts(table_target(follow([1])), proposer, verifier="token", vocab_size=VOCAB)
     check_compatible(delta)
     check_compatible(token)
-    check_compatible(replace(token, builder=delta.builder, proposer=make_parts(None).proposer))  # nothing to judge
+    check_compatible(
+        replace(token, builder=delta.builder, proposer=make_parts(table_target(follow([1]))).proposer)
+    )  # nothing to judge
     with pytest.raises(ValueError, match=r"judges \['sampled'\] drafts.*Use the match verifier"):
         check_compatible(replace(token, builder=delta.builder))
