@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from dflash_lightning.ops.packed_linear import pack_linears
 from dflash_lightning.ops.shallow_copy import copy_tree
+from dflash_lightning.target.attention import GROUPED_SDPA
 from dflash_lightning.target.cache import RowCache
 from dflash_lightning.target.families import Anatomy, causal_lm_class
 from dflash_lightning.target.frozen import FrozenTarget
@@ -38,12 +40,9 @@ class TargetAdapter:
         self.facts = target.facts
         self.spec = spec
         self.lm = target.lm
-        anatomy = _decoding_anatomy(target)
+        anatomy = _decoding_copy(target, packed=packed)
         head = target.model.get_output_embeddings()
-        if packed:
-            anatomy = Anatomy(pack_linears(anatomy.decoder), anatomy.layers_name, anatomy.norm_name)
-            head = pack_linears(head)
-        self.head: nn.Module = head
+        self.head: nn.Module = pack_linears(head) if packed else head
         self._config: Any = anatomy.decoder.config
         self._trunk = Trunk(anatomy, FeatureSpec(spec.layer_ids, last_hidden=True))
         self._cache = RowCache(target.facts.num_layers)
@@ -130,20 +129,25 @@ class TargetAdapter:
             )
 
 
-def _decoding_anatomy(target: FrozenTarget) -> Anatomy:
-    """The target's decoder; for kernels that take no masks (flash, flex) a copy that uses sdpa, else eager."""
+def _decoding_copy(target: FrozenTarget, *, packed: bool) -> Anatomy:
+    """A copy of the target's decoder that shares its weights and has the attention that decoding needs."""
     anatomy, config = target.anatomy, target.model.config
-    if config._attn_implementation in ("sdpa", "eager"):
-        return anatomy
-    model_class = causal_lm_class(config)
-    decoding_config = type(config).from_dict(config.to_dict())
-    has_sdpa = model_class is not None and model_class._supports_sdpa
-    decoding_config._attn_implementation = "sdpa" if has_sdpa else "eager"
-    decoder = copy_tree(anatomy.decoder, lambda module: None)
+    decoder = pack_linears(anatomy.decoder) if packed else copy_tree(anatomy.decoder, lambda module: None)
+    decoding_config = copy.copy(config)
+    decoding_config._attn_implementation = _decoding_attention(target)
     for module in decoder.modules():
         if module.__dict__.get("config") is config:
-            module.config = decoding_config
+            module.__dict__["config"] = decoding_config
     return Anatomy(decoder, anatomy.layers_name, anatomy.norm_name)
+
+
+def _decoding_attention(target: FrozenTarget) -> str:
+    """Kernels that take no ragged masks (flash, flex) give way to sdpa, or to eager in families without sdpa."""
+    config = target.model.config
+    model_class = causal_lm_class(config)
+    if config._attn_implementation == "eager" or model_class is None or not model_class._supports_sdpa:
+        return "eager"
+    return GROUPED_SDPA if target.device.type == "cpu" else "sdpa"
 
 
 @contextmanager

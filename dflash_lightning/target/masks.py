@@ -11,6 +11,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from dflash_lightning.target.attention import GROUPED_SDPA
 from dflash_lightning.target.families import setting, sliding_window
 
 DecoderMask = Tensor | dict[str, Tensor] | None
@@ -62,8 +63,8 @@ def _arrange(
 
 
 def _as_attention_takes_it(config: PretrainedConfig, allowed: Bool[Tensor, "B 1 Q J"], dtype: torch.dtype) -> Tensor:
-    """True = visible for ``sdpa``; an additive mask of 0 and the lowest number for ``eager``."""
-    if config._attn_implementation == "sdpa":
+    """True = visible for sdpa; an additive mask of 0 and the lowest number for ``eager``."""
+    if config._attn_implementation in ("sdpa", GROUPED_SDPA):
         return allowed
     assert config._attn_implementation == "eager", config._attn_implementation
     return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, torch.finfo(dtype).min)

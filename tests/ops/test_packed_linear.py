@@ -24,6 +24,35 @@ def test_packed_product_equals_the_plain_one(rows: tuple[int, ...], bias: bool) 
 
 
 @needs_packing
+@pytest.mark.parametrize("bias", [True, False])
+def test_siblings_packed_as_one_weight_answer_any_call_order(bias: bool) -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q_proj, self.k_proj, self.v_proj = (nn.Linear(24, size, bias=bias) for size in (20, 8, 8))
+
+    plain = Attention()
+    packed = pack_linears(plain)
+    assert packed.q_proj.group is packed.k_proj.group is packed.v_proj.group
+    x, y = torch.randn(2, 3, 24), torch.randn(2, 3, 24)
+    calls = [("q_proj", x), ("k_proj", x), ("v_proj", x), ("v_proj", y), ("q_proj", y), ("k_proj", x), ("k_proj", y)]
+    with torch.no_grad():
+        for name, value in calls:
+            torch.testing.assert_close(getattr(packed, name)(value), getattr(plain, name)(value), atol=1e-5, rtol=1e-5)
+
+
+@needs_packing
+def test_siblings_that_differ_are_packed_apart() -> None:
+    mixed = nn.Module()
+    mixed.gate_proj, mixed.up_proj = nn.Linear(8, 4, bias=True), nn.Linear(8, 4, bias=False)
+    packed = pack_linears(mixed)
+    assert packed.gate_proj.group is not packed.up_proj.group
+    x = torch.randn(5, 8)
+    with torch.no_grad():
+        torch.testing.assert_close(packed.up_proj(x), mixed.up_proj(x), atol=1e-5, rtol=1e-5)
+
+
+@needs_packing
 def test_packed_bfloat16_product_is_as_exact_as_the_plain_one() -> None:
     if not can_pack(torch.ones(2, 2, dtype=torch.bfloat16)):
         pytest.skip("this CPU does not compute bfloat16")

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dflash_lightning.target import FrozenTarget, TargetAdapter
+from dflash_lightning.target.attention import GROUPED_SDPA
 from dflash_lightning.types import FeatureSpec
 
 MakeTarget = Callable[..., FrozenTarget]
@@ -161,7 +162,7 @@ def test_kernels_without_masks_are_replaced_for_decoding_only(make_target: MakeT
     expected = [generate(target, prompt) for prompt in prompts]
     target.model.config._attn_implementation = "flex_attention"
     adapter = TargetAdapter(target, SPEC)
-    assert adapter._config._attn_implementation == ("eager" if family == "gpt_oss" else "sdpa")
+    assert adapter._config._attn_implementation == ("eager" if family == "gpt_oss" else GROUPED_SDPA)
     assert target.model.config._attn_implementation == "flex_attention"
     assert decode(adapter, prompts, expected, 5) == expected
 
