@@ -147,7 +147,7 @@ def _save_last(trainer: Trainer) -> None:
     """Write ``last.ckpt`` where the run keeps its checkpoints; every rank takes part."""
     callback = trainer.checkpoint_callback
     if isinstance(callback, ModelCheckpoint) and callback.dirpath is not None and trainer.global_step > 0:
-        trainer.save_checkpoint(Path(callback.dirpath) / "last.ckpt")
+        trainer.save_checkpoint(Path(callback.dirpath) / "last.ckpt", weights_only=False)
 
 
 def _reduce(evaluation: Evaluation, device: torch.device) -> Evaluation:

@@ -49,7 +49,7 @@ class OptimSettings:
     def __post_init__(self) -> None:
         if not self.lr > 0:
             raise ValueError(
-                f"optim.lr: {self.lr} does not move the weights. Use a positive number (DFlash uses 6e-4)."
+                f"optim.lr: {self.lr} does not move the weights. Use a positive number, such as 6e-4."
             )
         if not 0 <= self.warmup_fraction < 1:
             raise ValueError(
@@ -212,6 +212,8 @@ class DraftModule(LightningModule):
             self.target.embed(layout.input_ids), layout, features, batch.position_ids
         )
         views = self.draft_model.views(hidden, layout, self._lm)
+        if self._metrics_due():
+            views["main"].plan(Argmax())  # answered in the same pass as the losses
 
         totals = self._window_totals(batch)
         shift = self.draft_model.alignment.shift

@@ -1,0 +1,94 @@
+"""Small whole runs: data files, module, data module and trainer around a tiny target."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+
+from dflash_lightning.block import Anchored
+from dflash_lightning.conditioning import KVInjection
+from dflash_lightning.data import DraftData
+from dflash_lightning.drafter import BlockTransformer
+from dflash_lightning.head import MarginalHead
+from dflash_lightning.loss import CrossEntropy
+from dflash_lightning.module import DraftModule, OptimSettings
+from dflash_lightning.target import FrozenTarget
+
+
+def token_rows(lengths: list[int], seed: int = 0) -> list[dict[str, list[int]]]:
+    """Tokenised rows of the given lengths; the first 3 tokens are a prompt. Length 4 leaves no place for a block."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
+    for length in lengths:
+        ids = torch.randint(0, 256, (length,), generator=generator).tolist()
+        rows.append({"input_ids": ids, "loss_mask": [0] * 3 + [1] * (length - 3)})
+    return rows
+
+
+@pytest.fixture
+def write_rows(tmp_path: Path) -> Callable[..., str]:
+    """``write_rows(lengths, seed=0)``: a data file of random tokenised rows."""
+
+    def write(lengths: list[int], seed: int = 0, name: str = "rows.jsonl") -> str:
+        path = tmp_path / name
+        path.write_text("".join(json.dumps(row) + "\n" for row in token_rows(lengths, seed)))
+        return str(path)
+
+    return write
+
+
+def make_module(target: FrozenTarget, **overrides: Any) -> DraftModule:
+    settings: dict[str, Any] = {
+        "block": Anchored(block_size=4, num_anchors=4),
+        "conditioning": KVInjection(target_layer_ids=[0, 2]),
+        "drafter": BlockTransformer(num_layers=1),
+        "head": MarginalHead(),
+        "loss": {"cross_entropy": CrossEntropy(decay=4.0)},
+        "optim": OptimSettings(lr=1e-2, warmup_steps=0),
+        **overrides,
+    }
+    return DraftModule(target, **settings)
+
+
+def make_data(target: FrozenTarget, path: str, **overrides: Any) -> DraftData:
+    settings: dict[str, Any] = {"max_length": 32, "token_bucket": 8, "block_bucket": 4, **overrides}
+    return DraftData(target, train=path, **settings)
+
+
+def make_trainer(folder: Path, **overrides: Any) -> Trainer:
+    settings: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "max_epochs": 1,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "use_distributed_sampler": False,
+        "num_sanity_val_steps": 0,
+        "log_every_n_steps": 1,
+        "default_root_dir": str(folder),
+        **overrides,
+    }
+    return Trainer(**settings)
+
+
+@pytest.fixture
+def parts() -> tuple[Callable[..., DraftModule], Callable[..., DraftData], Callable[..., Trainer]]:
+    """``make_module, make_data, make_trainer``."""
+    return make_module, make_data, make_trainer
+
+
+def weights(module: DraftModule) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in module.draft_model.named_parameters()}
+
+
+@pytest.fixture
+def weights_of() -> Callable[[DraftModule], dict[str, torch.Tensor]]:
+    return weights

@@ -1,0 +1,237 @@
+"""One training step: what is trained, what is not, and what is logged."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from torch import nn
+
+from dflash_lightning.block import Anchored
+from dflash_lightning.loss import CrossEntropy
+from dflash_lightning.module import OptimSettings
+from dflash_lightning.schedule import decay_weights
+from dflash_lightning.types import FeatureSpec
+
+LENGTHS = [20, 9, 14, 30, 12, 17, 25, 8]
+
+
+class Recorder(Callback):
+    """Keeps what is logged, the learning rate of each optimizer step, and the batches."""
+
+    def __init__(self) -> None:
+        self.losses, self.rates, self.batches, self.outputs = [], [], [], []
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.batches.append(batch)
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        self.rates.append(optimizer.param_groups[0]["lr"])
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.outputs.append(outputs["loss"].item())
+        if "train/loss" in trainer.callback_metrics:
+            self.losses.append(trainer.callback_metrics["train/loss"].item())
+
+
+def test_loss_of_a_step_equals_a_slow_loop_over_slots(parts, write_rows, tiny_target, tmp_path):
+    make_module, make_data, make_trainer = parts
+    module, recorder = make_module(tiny_target), Recorder()
+    trainer = make_trainer(tmp_path, max_steps=1, callbacks=[recorder])
+    start = {}
+
+    class KeepStart(Callback):
+        def on_train_start(self, trainer, pl_module):
+            start.update({k: v.clone() for k, v in module.draft_model.state_dict().items()})
+
+    trainer.callbacks.insert(0, KeepStart())
+    trainer.fit(module, datamodule=make_data(tiny_target, write_rows(LENGTHS), row_tokens=64))
+    batch = recorder.batches[0]
+    module.draft_model.load_state_dict(start)
+    layout = batch.layout
+    features = tiny_target.features(batch.input_ids, batch.position_ids, FeatureSpec((0, 2)))
+    embeddings = tiny_target.embed(layout.input_ids)
+    hidden = module.draft_model.block_hidden(embeddings, layout, features, batch.position_ids)
+    logits = tiny_target.model.lm_head(hidden)  # the plain head, [B, N, K, V]
+    losses, total = 0.0, 0.0
+    shares = decay_weights(3, 4.0)
+    for b, n, k in layout.valid.nonzero().tolist():
+        row = nn.functional.cross_entropy(logits[b, n, k], layout.labels[b, n, k])
+        losses += float(shares[k - 1] * row)
+        total += float(shares[k - 1])
+        position = int(layout.label_index[b, n, k])
+        assert layout.labels[b, n, k] == batch.input_ids[b, position]
+        assert layout.prev_ids[b, n, k] == batch.input_ids[b, position - 1]
+        assert batch.loss_mask[b, position]
+    assert total > 10
+    assert recorder.outputs[0] == pytest.approx(losses / total, rel=1e-5)
+
+
+def test_only_the_drafter_is_trained_saved_and_optimised(parts, write_rows, make_target, tmp_path):
+    make_module, make_data, make_trainer = parts
+    target = make_target("qwen3")
+    before = {name: value.clone() for name, value in target.model.state_dict().items()}
+    module, trainer = make_module(target), make_trainer(tmp_path, max_epochs=2)
+    trainer.fit(module, datamodule=make_data(target, write_rows(LENGTHS)))
+    assert module.changed_parameters() == len(list(module.draft_model.parameters()))
+    after = target.model.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert all(parameter.grad is None for parameter in target.model.parameters())
+    assert not target.model.training
+    assert all(name.startswith("model.") for name in module.state_dict())
+    optimised = {id(p) for group in trainer.optimizers[0].param_groups for p in group["params"]}
+    assert optimised == {id(p) for p in module.draft_model.parameters()}
+    trainer.save_checkpoint(tmp_path / "run.ckpt")
+    checkpoint = torch.load(tmp_path / "run.ckpt", weights_only=True)  # plain types only
+    numbers = sum(p.numel() for p in module.draft_model.parameters())
+    assert (tmp_path / "run.ckpt").stat().st_size < 1.1 * 3 * 4 * numbers + 40_000
+    assert checkpoint["draft_config"]["block_size"] == 4
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_warm_up_and_cosine_count_optimizer_steps(parts, write_rows, tiny_target, tmp_path, accumulate):
+    make_module, make_data, make_trainer = parts
+    recorder = Recorder()
+    module = make_module(tiny_target, optim=OptimSettings(lr=1.0e-3, warmup_steps=2))
+    trainer = make_trainer(
+        tmp_path, max_epochs=2 * accumulate, accumulate_grad_batches=accumulate, callbacks=[recorder]
+    )
+    trainer.fit(module, datamodule=make_data(tiny_target, write_rows(LENGTHS), packing=False))
+    assert len(recorder.rates) == 16  # 8 rows in 2 epochs, or in 8 epochs four at a time
+    assert recorder.rates[:3] == pytest.approx([1e-3 / 3, 2e-3 / 3, 1e-3])
+    assert recorder.rates[9] == pytest.approx(5e-4, rel=1e-6)  # half-way down: 7 of 14 steps
+    assert 0 < recorder.rates[-1] < 2e-5
+
+
+def test_bf16_training_moves_fp32_norms(parts, write_rows, tiny_target, tmp_path):
+    # T11: half a bf16 step below 1.0 is 2e-3, so pure bf16 weights would stay at 1.0 with these small steps.
+    make_module, make_data, make_trainer = parts
+    module = make_module(tiny_target, optim=OptimSettings(lr=6e-4, warmup_steps=0))
+    trainer = make_trainer(tmp_path, max_steps=100, max_epochs=-1, precision="bf16-mixed")
+    trainer.fit(module, datamodule=make_data(tiny_target, write_rows(LENGTHS), row_tokens=64))
+    norms = [p for name, p in module.draft_model.named_parameters() if "norm" in name]
+    assert all(p.dtype == torch.float32 for p in module.draft_model.parameters())
+    entries = torch.cat([p.detach().flatten() for p in norms])
+    assert len(norms) >= 5
+    assert (entries == 1.0).float().mean() < 0.1
+    moments = [value for state in trainer.optimizers[0].state.values() for key, value in state.items() if key != "step"]
+    assert moments and all(value.dtype == torch.float32 for value in moments)
+
+
+def test_a_constant_gradient_moves_a_weight_from_1_to_094_in_bf16_mixed(parts, write_rows, tiny_target, tmp_path):
+    # T11's numbers: weight 1.0, constant gradient 0.01, Adam, lr 6e-4, 100 steps.
+    make_module, make_data, make_trainer = parts
+    module = make_module(tiny_target, optim=OptimSettings(lr=6e-4, warmup_steps=0, final_fraction=1.0))
+
+    class ConstantGradient(Callback):
+        def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+            for parameter in pl_module.parameters():
+                parameter.grad = torch.full_like(parameter, 0.01)
+
+    trainer = make_trainer(
+        tmp_path, max_steps=100, max_epochs=-1, precision="bf16-mixed", callbacks=[ConstantGradient()]
+    )
+    trainer.fit(module, datamodule=make_data(tiny_target, write_rows(LENGTHS), row_tokens=64))
+    norm = module.draft_model.get_parameter("drafter.norm.weight")
+    assert norm.detach().tolist() == pytest.approx([0.94] * len(norm), abs=2e-3)
+
+
+def test_a_term_with_coefficient_0_is_evaluated_and_changes_nothing(
+    parts, write_rows, tiny_target, tmp_path, weights_of
+):
+    make_module, make_data, make_trainer = parts
+    results = []
+    for terms in (
+        {"cross_entropy": CrossEntropy(decay=4.0)},
+        {"cross_entropy": CrossEntropy(decay=4.0), "flat": CrossEntropy(decay=None, coefficient=0.0)},
+    ):
+        module, trainer = make_module(tiny_target, loss=terms), make_trainer(tmp_path, max_steps=3)
+        trainer.fit(module, datamodule=make_data(tiny_target, write_rows(LENGTHS)))
+        results.append((weights_of(module), set(trainer.callback_metrics)))
+    assert "train/loss/flat" in results[1][1] and "train/loss/flat" not in results[0][1]
+    assert all(torch.equal(value, results[1][0][name]) for name, value in results[0][0].items())
+
+
+def test_accuracy_by_slot_is_logged_for_predicting_slots(parts, write_rows, tiny_target, tmp_path):
+    make_module, make_data, make_trainer = parts
+    trainer = make_trainer(tmp_path, max_steps=2)
+    trainer.fit(make_module(tiny_target), datamodule=make_data(tiny_target, write_rows(LENGTHS)))
+    logged = {name for name in trainer.callback_metrics if name.startswith("train/accuracy")}
+    assert logged == {"train/accuracy", *(f"train/accuracy/slot_{k}" for k in (1, 2, 3))}
+
+
+def test_reduced_vocabulary_holds_the_ids_of_the_training_rows(parts, write_rows, tiny_target, tmp_path):
+    make_module, make_data, make_trainer = parts
+    data = make_data(tiny_target, write_rows([9, 12]))
+    module = make_module(tiny_target, draft_vocabulary="data")
+    make_trainer(tmp_path, max_steps=1).fit(module, datamodule=data)
+    assert module.draft_model.draft_vocab.tolist() == sorted(data.used_ids())
+    assert module.draft_model.config.draft_vocab_size < 22
+
+
+def test_initial_weights_depend_on_the_seed_alone(parts, write_rows, tiny_target, tmp_path, weights_of):
+    make_module, make_data, make_trainer = parts
+    states = []
+    for noise, seed in ((1, 0), (2, 0), (1, 7)):
+        torch.manual_seed(noise)
+        module = make_module(tiny_target, seed=seed)
+        module.configure_model()
+        states.append(weights_of(module)["conditioning.fc.weight"])
+    assert torch.equal(states[0], states[1])
+    assert not torch.equal(states[0], states[2])
+
+
+def test_a_learning_rate_of_0_is_refused():
+    with pytest.raises(ValueError, match=r"optim\.lr: 0\.0 does not move the weights"):
+        OptimSettings(lr=0.0)
+
+
+def test_no_loss_term_is_refused(parts, tiny_target):
+    with pytest.raises(ValueError, match="Add one, e.g. loss=cross_entropy"):
+        parts[0](tiny_target, loss={})
+
+
+def test_unbounded_training_is_refused(parts, write_rows, tiny_target, tmp_path):
+    make_module, make_data, make_trainer = parts
+    trainer = make_trainer(tmp_path, max_epochs=-1)
+    with pytest.raises(ValueError, match=r"Set trainer\.max_epochs or trainer\.max_steps"):
+        trainer.fit(make_module(tiny_target), datamodule=make_data(tiny_target, write_rows(LENGTHS)))
+
+
+def test_a_checkpoint_of_another_drafter_is_refused(parts, write_rows, tiny_target, tmp_path):
+    make_module, make_data, make_trainer = parts
+    path = write_rows(LENGTHS)
+    trainer = make_trainer(tmp_path, max_steps=1)
+    trainer.fit(make_module(tiny_target), datamodule=make_data(tiny_target, path))
+    trainer.save_checkpoint(tmp_path / "four.ckpt")
+    other = make_module(tiny_target, block=Anchored(block_size=5, num_anchors=4))
+    with pytest.raises(ValueError, match="block_size: checkpoint 4, now 5.*--fresh"):
+        make_trainer(tmp_path, max_steps=2).fit(
+            other, datamodule=make_data(tiny_target, path), ckpt_path=str(tmp_path / "four.ckpt")
+        )
+
+
+def test_schedule_settings_are_plain_and_replaceable():
+    settings = replace(OptimSettings(lr=1e-3), warmup_fraction=0.5)
+    assert settings.factor(0, 10) == pytest.approx(1 / 6) and settings.factor(5, 10) == 1.0
+    with pytest.raises(ValueError, match=r"warmup_fraction: 1\.5 is not a share"):
+        OptimSettings(lr=1e-3, warmup_fraction=1.5)
+
+
+def test_init_from_starts_with_the_saved_weights_and_refuses_conflicts(
+    parts, write_rows, tiny_target, make_target, tmp_path: Path, make_draft
+):
+    from dflash_lightning.model import save_draft
+
+    make_module = parts[0]
+    save_draft(make_draft(tiny_target), tmp_path / "draft")
+    module = make_module(tiny_target, init_from=str(tmp_path / "draft"))
+    module.configure_model()
+    assert module.draft_model.config.num_hidden_layers == 2
+    with pytest.raises(ValueError, match=r"block\.block_size: the recipe says 5.*Set block\.block_size=4"):
+        make_module(tiny_target, init_from=str(tmp_path / "draft"), block=Anchored(block_size=5)).configure_model()
+    with pytest.raises(ValueError, match="made for tiny-llama and not for tiny-qwen3"):
+        make_module(make_target("qwen3"), init_from=str(tmp_path / "draft")).configure_model()

@@ -1,0 +1,174 @@
+"""The callback measures and changes nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import TensorBoardLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from dflash_lightning.callbacks import SpeculativeEval
+from dflash_lightning.decoding import DecodingSettings
+from dflash_lightning.decoding.evaluation import Evaluator
+
+LENGTHS = [20, 9, 14, 30]
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> str:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"turns": [text]}) + "\n" for text in ("red", "a longer green", "blue")))
+    return str(path)
+
+
+def settings(**overrides) -> DecodingSettings:
+    return DecodingSettings(**{"max_new_tokens": 8, "batch_size": 2, "compile": False, **overrides})
+
+
+class RandomState(Callback):
+    """Random states and modes around the evaluations; must stand first and last in the list of callbacks."""
+
+    def __init__(self) -> None:
+        self.states: list = []
+
+    def note(self, module) -> None:
+        modes = [part.training for part in module.draft_model.modules()]
+        gradients = [p.grad is None for p in module.draft_model.parameters()]
+        # Python's own generator is left out: the shape hook draws from it.
+        states = torch.get_rng_state(), np.random.get_state()[1].copy()
+        self.states.append((modes, gradients, *states, torch.is_grad_enabled()))
+
+    def on_train_start(self, trainer, pl_module):
+        self.note(pl_module)
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        self.note(pl_module)
+
+
+def same(a, b) -> bool:
+    return a[:2] == b[:2] and torch.equal(a[2], b[2]) and (a[3] == b[3]).all() and a[4:] == b[4:]
+
+
+def test_weights_are_bit_equal_with_and_without_the_callback(
+    parts, write_rows, tiny_target, tmp_path, weights_of, prompts
+):
+    make_module, make_data, make_trainer = parts
+    path, results = write_rows(LENGTHS), []
+    before, after = RandomState(), RandomState()
+    for callbacks in ([], [before, SpeculativeEval(prompts, decoding=settings(temperature=1.0)), after]):
+        torch.manual_seed(0)
+        module = make_module(tiny_target)
+        trainer = make_trainer(tmp_path, max_epochs=2, callbacks=callbacks)
+        trainer.fit(module, datamodule=make_data(tiny_target, path, packing=False))
+        results.append(weights_of(module))
+    assert all(torch.equal(value, results[1][name]) for name, value in results[0].items())
+    assert len(before.states) == len(after.states) == 3
+    assert all(same(a, b) for a, b in zip(before.states, after.states, strict=True))
+    assert not same(before.states[0], before.states[1]) or before.states[0][1] != before.states[1][1]
+
+
+def test_figures_are_logged_kept_and_drive_the_best_checkpoint(
+    parts, write_rows, tiny_target, tmp_path, prompts, capsys
+):
+    make_module, make_data, make_trainer = parts
+    logger = TensorBoardLogger(tmp_path, name=None, version="logs")
+    evaluation = SpeculativeEval(prompts, decoding=settings())
+    best = ModelCheckpoint(dirpath=tmp_path / "checkpoints", filename="best", monitor="decode/tau", mode="max")
+    trainer = make_trainer(
+        tmp_path, max_epochs=2, callbacks=[evaluation, best], enable_checkpointing=True, logger=logger
+    )
+    trainer.fit(make_module(tiny_target), datamodule=make_data(tiny_target, write_rows(LENGTHS), packing=False))
+    assert [entry["step"] for entry in evaluation.history] == [0, 4, 8]
+    assert best.best_model_score == max(entry["decode/tau"] for entry in evaluation.history[1:])
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"best.ckpt", "last.ckpt"}
+    events = EventAccumulator(str(tmp_path / "logs")).Reload()
+    assert len(events.Scalars("decode/tau")) == 3
+    assert {"decode/accepted_drafts", "decode/acceptance_by_slot"} <= set(events.Tags()["images"])
+    printed = capsys.readouterr().out
+    assert "decoding, before training: tau 1." in printed and "lossless: yes (3 of 3" in printed
+
+
+def test_last_checkpoint_is_written_before_decoding(parts, write_rows, tiny_target, tmp_path, prompts, monkeypatch):
+    make_module, make_data, make_trainer = parts
+    calls = []
+
+    def explode(self):
+        calls.append(1)
+        if len(calls) == 2:
+            raise RuntimeError("decoding failed")
+        return original(self)
+
+    original = Evaluator.__call__
+    monkeypatch.setattr(Evaluator, "__call__", explode)
+    best = ModelCheckpoint(dirpath=tmp_path / "checkpoints", monitor="decode/tau", mode="max")
+    trainer = make_trainer(
+        tmp_path, callbacks=[SpeculativeEval(prompts, decoding=settings()), best], enable_checkpointing=True
+    )
+    with pytest.raises(RuntimeError, match="decoding failed"):
+        trainer.fit(make_module(tiny_target), datamodule=make_data(tiny_target, write_rows(LENGTHS), packing=False))
+    assert torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)["global_step"] == 4
+
+
+def test_evaluates_every_n_optimizer_steps(parts, write_rows, tiny_target, tmp_path, prompts):
+    make_module, make_data, make_trainer = parts
+    evaluation = SpeculativeEval(prompts, decoding=settings(), every_n_steps=2)
+    trainer = make_trainer(tmp_path, max_epochs=2, accumulate_grad_batches=2, callbacks=[evaluation])
+    trainer.fit(make_module(tiny_target), datamodule=make_data(tiny_target, write_rows(LENGTHS), packing=False))
+    assert [entry["step"] for entry in evaluation.history] == [0, 2, 4]
+
+
+@pytest.mark.compiled
+def test_compiled_evaluations_around_training_equal_eager_ones_with_two_graphs(
+    parts, write_rows, tiny_target, tmp_path, prompts
+):
+    # Frozen weights would stay those of the first evaluation, silently: both must change, and change alike.
+    make_module, make_data, make_trainer = parts
+    module = make_module(tiny_target)
+    found = {}
+
+    class Both(Callback):
+        def on_train_start(self, trainer, pl_module):
+            ids = [tiny_target.tokenizer(text)["input_ids"] for text in ("red", "a longer green", "blue")]
+            for compile in (True, False):
+                chosen = settings(compile=compile, max_new_tokens=24)
+                found[compile] = Evaluator(tiny_target, module.draft_model, ids, chosen, num_checked=3), []
+            self.on_train_epoch_end(trainer, pl_module)
+
+        def on_train_epoch_end(self, trainer, pl_module):
+            for evaluator, results in found.values():
+                results.append(evaluator())
+
+    # Training on the target's own text, so that acceptance changes.
+    own = tmp_path / "own.jsonl"
+    rows = []
+    for text in ("red", "a longer green", "blue"):
+        ids = tiny_target.tokenizer(text)["input_ids"]
+        output = tiny_target.model.generate(torch.tensor([ids]), max_new_tokens=24, do_sample=False)[0].tolist()
+        rows.append({"input_ids": output, "loss_mask": [0] * len(ids) + [1] * (len(output) - len(ids))})
+    own.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    trainer = make_trainer(tmp_path, max_epochs=40, callbacks=[Both()])
+    trainer.fit(module, datamodule=make_data(tiny_target, str(own), max_length=64, row_tokens=64))
+    compiled, eager = found[True], found[False]
+    histograms = [[e.stats.histogram for e in results] for _, results in (compiled, eager)]
+    assert histograms[0] == histograms[1]
+    assert histograms[0][0] != histograms[0][-1], "acceptance never changed, so stale weights would go unseen"
+    assert all(e.stats.compiled and e.lossless for e in compiled[1])
+    assert not any(e.stats.compiled for e in eager[1])
+    assert compiled[0]._decoder.compile_count == 2  # a prompt chunk and a round; none added by 40 evaluations
+
+
+def test_another_module_is_refused(prompts, tmp_path, parts):
+    trainer = parts[2](tmp_path)
+    with pytest.raises(ValueError, match="decodes with a DraftModule, but the trainer was given LightningModule"):
+        SpeculativeEval(prompts, decoding=settings()).setup(trainer, LightningModule(), "fit")
+
+
+def test_a_period_of_0_is_refused(prompts):
+    with pytest.raises(ValueError, match="every_n_steps: 0 is no period"):
+        SpeculativeEval(prompts, decoding=settings(), every_n_steps=0)
