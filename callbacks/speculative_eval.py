@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities.seed import isolate_rng
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities.seed import isolate_rng
 
 from dflash_lightning.callbacks.figures import acceptance_figure, histogram_figure
 from dflash_lightning.data import load_prompts, render_prompt

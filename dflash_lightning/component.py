@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 class Component:
     """A strategy that a recipe picks by class path and a checkpoint remembers by name.
 
-    A subclass takes only plain settings (numbers, strings, lists, null), keyword-only, and stores each under its own name,
-    so that ``type(self)(**self.settings())`` is an equal component. ``name`` registers it within its axis; subclasses
-    without a ``name`` of their own are abstract.
+    A subclass takes only plain settings (numbers, strings, lists, null), keyword-only, and stores each under its own
+    name, so that ``type(self)(**self.settings())`` is an equal component. ``name`` registers it within its axis;
+    subclasses without a ``name`` of their own are abstract.
     """
 
     name: ClassVar[str] = ""
@@ -28,7 +28,9 @@ class Component:
 
     def settings(self) -> dict[str, Any]:
         """The constructor's arguments, as given."""
-        return {name: getattr(self, name) for name in inspect.signature(type(self).__init__).parameters if name != "self"}
+        return {
+            name: getattr(self, name) for name in inspect.signature(type(self).__init__).parameters if name != "self"
+        }
 
     @classmethod
     def from_settings(cls, name: str, settings: dict[str, Any]) -> Any:

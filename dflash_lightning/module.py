@@ -48,9 +48,7 @@ class OptimSettings:
 
     def __post_init__(self) -> None:
         if not self.lr > 0:
-            raise ValueError(
-                f"optim.lr: {self.lr} does not move the weights. Use a positive number, such as 6e-4."
-            )
+            raise ValueError(f"optim.lr: {self.lr} does not move the weights. Use a positive number, such as 6e-4.")
         if not 0 <= self.warmup_fraction < 1:
             raise ValueError(
                 f"optim.warmup_fraction: {self.warmup_fraction} is not a share of the run. Use 0 <= fraction < 1, "

@@ -20,7 +20,7 @@ def make_constant(value: float) -> Schedule:
 
 
 def warmup_cosine(step: int, *, warmup_steps: int, total_steps: int, final_fraction: float = 0.0) -> float:
-    """Learning-rate factor after ``step`` optimizer steps: linear from 0 to 1, then a half cosine to ``final_fraction``.
+    """Learning-rate factor after ``step`` optimizer steps: linear up to 1, then a half cosine to ``final_fraction``.
 
     The first step already moves: step ``s`` of the warm-up uses ``(s + 1) / (warmup_steps + 1)``.
     """

@@ -2,8 +2,8 @@
 
 Dimension legend, used in every shape annotation of the package:
 
-``B`` batch rows, ``S`` positions of a (packed) row, ``N`` blocks of a row, ``K`` slots of a block (the anchor is slot 0),
-``H`` hidden size, ``T`` tapped target layers, ``L`` draft layers, ``V`` vocabulary rows, ``D`` head dimension,
+``B`` batch rows, ``S`` positions of a (packed) row, ``N`` blocks of a row, ``K`` slots of a block (the anchor is slot
+0), ``H`` hidden size, ``T`` tapped target layers, ``L`` draft layers, ``V`` vocabulary rows, ``D`` head dimension,
 ``Hq``/``Hkv`` query/key-value heads, ``R`` rows handed over in one piece, ``M`` documents of a row.
 """
 
@@ -22,7 +22,7 @@ LABEL_LAYOUTS: tuple[LabelLayout, ...] = ("same_position", "anchor_first")
 
 @dataclass(frozen=True)
 class Alignment:
-    """How slots, positions and labels of a block line up; made once from ``DraftConfig``, read by training and decoding.
+    """How slots, positions and labels of a block line up; made from ``DraftConfig``, read by training and decoding.
 
     A block starts at an *anchor*: the last token known as a token whose target features do not exist yet. Slot ``i``
     stands at position ``anchor + i`` and is fed the anchor token (slot 0) or the mask token. Slot ``i`` predicts the
@@ -37,8 +37,8 @@ class Alignment:
     def __post_init__(self) -> None:
         if self.block_size < 2:
             raise ValueError(
-                f"block.block_size: {self.block_size} leaves no slot to draft. It counts the anchor slot, so use 2 or more "
-                "(DFlash uses 16)."
+                f"block.block_size: {self.block_size} leaves no slot to draft. It counts the anchor slot, so use 2 "
+                "or more (DFlash uses 16)."
             )
         if self.label_layout not in LABEL_LAYOUTS:
             raise ValueError(f"block.label_layout: {self.label_layout!r} is unknown. Use one of {list(LABEL_LAYOUTS)}.")
@@ -64,7 +64,8 @@ class FeatureSpec:
     """What a component wants to know of a target forward; specs are united with ``|``.
 
     ``layer_ids`` are 0-based decoder layers: id ``i`` is the *output* of decoder layer ``i`` (Hugging Face's
-    ``hidden_states[i + 1]``, and never the normed last entry). ``last_hidden`` is the hidden state after the final norm.
+    ``hidden_states[i + 1]``, and never the normed last entry). ``last_hidden`` is the hidden state after the final
+    norm.
     """
 
     layer_ids: tuple[int, ...] = ()
@@ -95,15 +96,15 @@ class TargetFeatures:
 
 @dataclass
 class BlockLayout:
-    """Where the blocks of a batch start, what their slots hold and what is labelled. Pure ids and masks, never features.
+    """Where the blocks of a batch start, what their slots hold and what is labelled: ids and masks, never features.
 
-    ``anchors``, ``context_start``, ``context_end`` and ``label_index`` are *row indices* (0..S-1); ``position_ids`` restart
-    with every document. A block may read context rows ``context_start <= j < context_end`` only. ``scored`` marks slots of
-    real blocks whose label is supervised; ``valid`` those of them whose label the draft vocabulary can express: losses use
-    ``valid``, metrics count a scored slot that is not valid as wrong. At every scored slot ``prev_ids`` is the token at
-    ``label_index - 1``, which is also the target row that teaches it. Anchors are sorted within a row; padding blocks
-    (``keep`` false) come last. ``rows`` lists the scored slots as flat indices into B*N*K, so that heads and losses gather
-    them without a host sync.
+    ``anchors``, ``context_start``, ``context_end`` and ``label_index`` are *row indices* (0..S-1); ``position_ids``
+    restart with every document. A block may read context rows ``context_start <= j < context_end`` only. ``scored``
+    marks slots of real blocks whose label is supervised; ``valid`` those of them whose label the draft vocabulary can
+    express: losses use ``valid``, metrics count a scored slot that is not valid as wrong. At every scored slot
+    ``prev_ids`` is the token at ``label_index - 1``, which is also the target row that teaches it. Anchors are sorted
+    within a row; padding blocks (``keep`` false) come last. ``rows`` lists the scored slots as flat indices into B*N*K,
+    so that heads and losses gather them without a host sync.
     """
 
     anchors: Int[Tensor, "B N"]
@@ -166,8 +167,9 @@ class TargetFacts:
 class SlotTotals:
     """Counts that loss denominators are made of: sums over blocks, so totals of parts add up to the total.
 
-    ``valid[k]`` counts valid slots with index ``k``; ``prefix_valid[k]`` those whose predicting slots before them in the
-    block are all valid too; ``blocks`` counts blocks with a valid slot; ``documents`` counts documents with such a block.
+    ``valid[k]`` counts valid slots with index ``k``; ``prefix_valid[k]`` those whose predicting slots before them in
+    the block are all valid too; ``blocks`` counts blocks with a valid slot; ``documents`` counts documents with such a
+    block.
     """
 
     valid: Float[Tensor, " K"]
@@ -198,8 +200,8 @@ class TrainBatch:
     """One micro-batch as collate makes it. Rows hold whole documents; padding at the end of a row has ``doc_ids`` -1.
 
     ``position_ids`` restart at 0 with every document (and with the padding, which is a document of its own).
-    ``window_totals`` are this rank's counts over the whole gradient-accumulation window that the micro-batch belongs to,
-    and ``window`` numbers that window within the epoch: equal numbers mean equal totals.
+    ``window_totals`` are this rank's counts over the whole gradient-accumulation window that the micro-batch belongs
+    to, and ``window`` numbers that window within the epoch: equal numbers mean equal totals.
     """
 
     input_ids: Int[Tensor, "B S"]

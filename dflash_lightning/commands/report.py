@@ -1,4 +1,4 @@
-"""``dflash report``: the finished run's numbers in one file: acceptance, identity, speed against two baselines, times."""
+"""``dflash report``: a finished run's numbers in one file: acceptance, identity, speed against two baselines."""
 
 from __future__ import annotations
 

@@ -39,8 +39,8 @@ def time_decoders(
 ) -> dict[str, Timing]:
     """Timings of ``speculative``, ``autoregressive`` (the same loop without drafts) and ``transformers_generate``.
 
-    One prompt at a time, the three taking turns prompt by prompt in this process, so that whatever else the machine does
-    falls on all alike. Each decodes the first prompt once beforehand, untimed (compilation, packing, allocation).
+    One prompt at a time, the three taking turns prompt by prompt in this process, so that whatever else the machine
+    does falls on all alike. Each decodes the first prompt once beforehand, untimed (compilation, packing, allocation).
 
     Raises:
         ValueError: the settings sample: then the three would decode different texts.

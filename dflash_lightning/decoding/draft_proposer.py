@@ -131,7 +131,8 @@ class DraftProposer(Proposer):
 
 def _decode_copy(draft: DraftModel, target: FrozenTarget) -> DraftModel:
     """``draft`` in the target's dtype and on its device, without gradients. Buffers (rotary) keep their dtype."""
-    model = copy.deepcopy(draft).to(target.device).eval().requires_grad_(False)
+    model = copy.deepcopy(draft).eval().requires_grad_(False)
+    model.to(device=target.device)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(target.dtype)
     return model

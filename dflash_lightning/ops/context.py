@@ -1,4 +1,4 @@
-"""What draft layers read besides their own block: key-value sources, the context of a batch, the cache of a decoding."""
+"""What draft layers read besides their own block: key-value sources, a batch's context, the cache of a decoding."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from dflash_lightning.types import BlockLayout
 class KVSource:
     """Keys and values shared by the blocks of a batch row, with the interval of rows that each block may see.
 
-    Block ``n`` of row ``b`` sees rows ``start[b, n] <= j < end[b, n]``. Keys are normed and rotated already. A layer with a
-    sliding window narrows the interval itself, per slot: row ``j`` is ``slot_row[b, n] + i - j`` positions away from slot
-    ``i``, where ``slot_row`` is the row that slot 0 would have.
+    Block ``n`` of row ``b`` sees rows ``start[b, n] <= j < end[b, n]``. Keys are normed and rotated already. A layer
+    with a sliding window narrows the interval itself, per slot: row ``j`` is ``slot_row[b, n] + i - j`` positions away
+    from slot ``i``, where ``slot_row`` is the row that slot 0 would have.
     """
 
     k: Float[Tensor, "B S Hkv D"]
@@ -51,9 +51,9 @@ class ContextState(ABC):
 class DraftCache:
     """Static buffers of a decoding batch: projected context keys and values of every draft layer.
 
-    Row ``j`` of a sequence holds the context at position ``j``; rows ``< cursor`` are real, the others stale. New rows are
-    scattered at ``cursor .. cursor + R - 1`` and the cursor moves by the number kept, so rejected rows are overwritten by
-    the next round. The buffers hold ``max_length + R`` rows.
+    Row ``j`` of a sequence holds the context at position ``j``; rows ``< cursor`` are real, the others stale. New rows
+    are scattered at ``cursor .. cursor + R - 1`` and the cursor moves by the number kept, so rejected rows are
+    overwritten by the next round. The buffers hold ``max_length + R`` rows.
     """
 
     keys: list[Float[Tensor, "B M Hkv D"]]

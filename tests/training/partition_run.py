@@ -20,7 +20,7 @@ from dflash_lightning.decoding import DecodingSettings
 from dflash_lightning.loss import CrossEntropy
 from dflash_lightning.target import FrozenTarget
 
-# Unequal documents, one per micro-batch; the fifth is alone in its accumulation window, so a second rank has none there.
+# Unequal documents, one per micro-batch; the fifth is alone in its window, so a second rank has none there.
 LENGTHS = [20, 9, 14, 30, 12]
 
 

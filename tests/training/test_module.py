@@ -173,7 +173,7 @@ def test_reduced_vocabulary_holds_the_ids_of_the_training_rows(parts, write_rows
 
 
 def test_initial_weights_depend_on_the_seed_alone(parts, write_rows, tiny_target, tmp_path, weights_of):
-    make_module, make_data, make_trainer = parts
+    make_module, _, _ = parts
     states = []
     for noise, seed in ((1, 0), (2, 0), (1, 7)):
         torch.manual_seed(noise)
@@ -190,7 +190,7 @@ def test_a_learning_rate_of_0_is_refused():
 
 
 def test_no_loss_term_is_refused(parts, tiny_target):
-    with pytest.raises(ValueError, match="Add one, e.g. loss=cross_entropy"):
+    with pytest.raises(ValueError, match=r"Add one, e\.g\. loss=cross_entropy"):
         parts[0](tiny_target, loss={})
 
 
@@ -208,7 +208,7 @@ def test_a_checkpoint_of_another_drafter_is_refused(parts, write_rows, tiny_targ
     trainer.fit(make_module(tiny_target), datamodule=make_data(tiny_target, path))
     trainer.save_checkpoint(tmp_path / "four.ckpt")
     other = make_module(tiny_target, block=Anchored(block_size=5, num_anchors=4))
-    with pytest.raises(ValueError, match="block_size: checkpoint 4, now 5.*--fresh"):
+    with pytest.raises(ValueError, match=r"block_size: checkpoint 4, now 5.*--fresh"):
         make_trainer(tmp_path, max_steps=2).fit(
             other, datamodule=make_data(tiny_target, path), ckpt_path=str(tmp_path / "four.ckpt")
         )
