@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -39,6 +41,10 @@ class FrozenTarget:
         self.stop_ids = find_stop_ids(model, tokenizer)
         self.facts = make_facts(model, tokenizer, name=name, revision=revision, stop_ids=self.stop_ids)
         self._trunks: dict[FeatureSpec, Trunk] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the cut decoders, which are made again on demand (their hooks cannot be pickled)."""
+        return {**self.__dict__, "_trunks": {}}
 
     @property
     def device(self) -> torch.device:

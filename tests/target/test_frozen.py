@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 
 import pytest
@@ -240,6 +242,13 @@ def copy_to(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     clone = type(model)(model.config).to(dtype)
     clone.load_state_dict(model.state_dict())
     return clone
+
+
+def test_a_target_in_use_can_be_copied_and_pickled(make_target: MakeTarget) -> None:
+    target = make_target("llama")
+    expected = target.features(*rows(), FeatureSpec((1,))).hidden
+    for clone in (copy.deepcopy(target), pickle.loads(pickle.dumps(target))):
+        assert torch.equal(clone.features(*rows(), FeatureSpec((1,))).hidden, expected)
 
 
 def test_decoder_layer_state_is_the_layers_own_weights(tiny_target: FrozenTarget) -> None:
