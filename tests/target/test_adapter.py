@@ -181,6 +181,14 @@ def test_decoding_under_inference_mode_and_autocast_is_the_same(make_target: Mak
     assert torch.equal(found, expected) and not features.hidden.is_inference()
 
 
+def test_plain_decoding_needs_no_features(tiny_target: FrozenTarget) -> None:
+    adapter = TargetAdapter(tiny_target, FeatureSpec())
+    prompts = make_prompts(2)
+    assert adapter.prefill(prompts)[1].hidden.shape == (2, 13, 0, 32)
+    expected = [generate(tiny_target, prompt) for prompt in prompts]
+    assert decode(adapter, prompts, expected, 1) == expected
+
+
 def test_the_target_is_untouched_by_decoding(make_target: MakeTarget, family: str) -> None:
     target = make_target(family)
 
