@@ -118,25 +118,3 @@ def check_config(config: DraftConfig) -> None:
 
 def _describe(part: Component) -> dict[str, Any]:
     return {"name": part.name, "settings": part.settings()}
-
-
-def check_made_for(config: DraftConfig, facts: TargetFacts) -> None:
-    """Refuse a drafter with a target it was not made for: it would run, and be wrong about everything.
-
-    Raises:
-        ValueError: sizes or weights differ; says which. A drafter whose config does not identify its target (foreign
-            checkpoints) is judged by its sizes alone.
-    """
-    made_for = config.target.get("name") or "its target"
-    sizes = {
-        "vocab_size": (config.vocab_size, facts.vocab_size),
-        "hidden_size": (config.target_hidden_size, facts.hidden_size),
-        "num_layers": (config.num_target_layers, facts.num_layers),
-        "digest of the weights": (config.target.get("digest", facts.digest), facts.digest),
-    }
-    differing = [f"{name} {theirs} there, {ours} here" for name, (theirs, ours) in sizes.items() if theirs != ours]
-    if differing:
-        raise ValueError(
-            f"draft: it was made for {made_for} and not for {facts.name} ({'; '.join(differing)}). "
-            "Use the target it was trained with, or train a drafter for this one."
-        )

@@ -25,7 +25,6 @@ from dflash_lightning.drafter import Drafter
 from dflash_lightning.head import DraftHead
 from dflash_lightning.loss import LossTerm
 from dflash_lightning.model import DraftModel, load_draft, make_draft_config
-from dflash_lightning.model_config import check_made_for
 from dflash_lightning.ops.lm_head import Argmax, LanguageHead, View
 from dflash_lightning.schedule import warmup_cosine
 from dflash_lightning.target import FrozenTarget, check_mask_token_id, choose_mask_token_id
@@ -159,7 +158,7 @@ class DraftModule(LightningModule):
     def _load_initial(self, folder: Path) -> DraftModel:
         """Weights, mask id and layers come from ``init_from``; a recipe that says otherwise is refused."""
         model = load_draft(folder)
-        check_made_for(model.config, self.target.facts)
+        self.target.check_draft(model.config)
         alignment = model.alignment
         conflicts = {
             "block.block_size": (self.block.block_size, alignment.block_size),

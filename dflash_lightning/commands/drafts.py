@@ -11,7 +11,6 @@ from omegaconf import OmegaConf
 
 from dflash_lightning.draft_config import DraftConfig
 from dflash_lightning.model import DraftModel, load_draft
-from dflash_lightning.model_config import check_made_for
 from dflash_lightning.recipe import load_recipe, make_target
 from dflash_lightning.recipe_load import RECIPE_FILE
 from dflash_lightning.run import RunFolder
@@ -96,7 +95,7 @@ def open_target_of(draft: FoundDraft, name: str | None, *, device: str | None, d
         target = open_target(draft.model.config.target["name"], device=device, dtype=dtype)
     else:
         raise ValueError(f"--target: {draft.source} does not say which target it was made for. Give --target.")
-    check_made_for(draft.model.config, target.facts)
+    target.check_draft(draft.model.config)
     draft.model.to(target.device)  # type: ignore[arg-type]
     return target
 
