@@ -233,5 +233,5 @@ def test_init_from_starts_with_the_saved_weights_and_refuses_conflicts(
     assert module.draft_model.config.num_hidden_layers == 2
     with pytest.raises(ValueError, match=r"block\.block_size: the recipe says 5.*Set block\.block_size=4"):
         make_module(tiny_target, init_from=str(tmp_path / "draft"), block=Anchored(block_size=5)).configure_model()
-    with pytest.raises(ValueError, match="made for tiny-llama with digest of the weights .* but the target tiny-qwen3"):
+    with pytest.raises(ValueError, match="made for tiny-llama with digest of the weights"):
         make_module(make_target("qwen3"), init_from=str(tmp_path / "draft")).configure_model()
