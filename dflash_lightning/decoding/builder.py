@@ -10,15 +10,14 @@ from jaxtyping import Int
 from torch import Tensor
 
 from dflash_lightning.decoding.noise import Noise, Stream
-from dflash_lightning.decoding.sampling import Sampler
+from dflash_lightning.decoding.sampling import Sampler, first_argmax
 from dflash_lightning.decoding.types import Draft, Drawn, Round, Scores
 
 
 class DraftBuilder(ABC):
-    """Arranges drafts under a root. ``needs_logits`` says whether the argmax tokens of ``Scores`` are not enough."""
+    """Arranges drafts under a root, and says how they were chosen."""
 
     drawn: ClassVar[Drawn]
-    needs_logits: ClassVar[bool]
 
     @abstractmethod
     def build(self, roots: Int[Tensor, " B"], scores: Scores, where: Round) -> Draft:
@@ -29,24 +28,23 @@ class BestChain(DraftBuilder):
     """A chain of the proposer's argmax tokens."""
 
     drawn = "delta"
-    needs_logits = False
 
     def build(self, roots: Int[Tensor, " B"], scores: Scores, where: Round) -> Draft:
-        return Draft(torch.cat([roots[:, None], scores.best], dim=1), self.drawn)
+        best = first_argmax(scores.logits)
+        drafts = best if scores.ids is None else scores.ids[best]
+        return Draft(torch.cat([roots[:, None], drafts], dim=1), self.drawn)
 
 
 class SampledChain(DraftBuilder):
     """A chain of tokens drawn slot by slot from the proposer's laws, warped as the target's are."""
 
     drawn = "sampled"
-    needs_logits = True
 
     def __init__(self, sampler: Sampler, vocab_size: int) -> None:
         self.sampler = sampler
         self.vocab_size = vocab_size
 
     def build(self, roots: Int[Tensor, " B"], scores: Scores, where: Round) -> Draft:
-        assert scores.logits is not None, "sampled drafts need logits"
         law = self.sampler.warp(scores.logits)
         if scores.ids is not None:
             whole = law.new_zeros((*law.shape[:2], self.vocab_size))

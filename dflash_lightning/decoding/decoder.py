@@ -11,6 +11,7 @@ import torch
 
 from dflash_lightning.decoding.builder import BestChain, DraftBuilder, SampledChain
 from dflash_lightning.decoding.draft_proposer import DraftProposer
+from dflash_lightning.decoding.head import make_decoding_head
 from dflash_lightning.decoding.loop import OnRound, Parts, check_compatible, decode_batch
 from dflash_lightning.decoding.noise import Noise
 from dflash_lightning.decoding.proposer import NoDrafts, Proposer
@@ -20,6 +21,7 @@ from dflash_lightning.decoding.types import Generation
 from dflash_lightning.decoding.verify import MatchVerifier, TokenVerifier, Verifier
 from dflash_lightning.model import DraftModel
 from dflash_lightning.target import FrozenTarget, TargetAdapter
+from dflash_lightning.types import FeatureSpec
 
 VerifierName = Literal["auto", "greedy", "match", "token"]
 
@@ -62,6 +64,7 @@ class SpeculativeDecoder:
         sampler = Sampler(sampling, Noise(sampling.seed))
         by_rejection = name == "token" and draft is not None
         with _plain_mode(target.device):
+            adapter = TargetAdapter(target, FeatureSpec() if draft is None else draft.required(), packed=packed)
             self.proposer: Proposer = NoDrafts()
             if draft is not None:
                 self.proposer = DraftProposer(
@@ -69,12 +72,11 @@ class SpeculativeDecoder:
                     draft,
                     batch_size=batch_size,
                     max_length=max_length,
-                    with_logits=by_rejection,
+                    head=make_decoding_head(draft.head_of(target.lm), adapter.head, packed=packed),
                     compile=compile,
                 )
-            judge: Verifier = TokenVerifier(sampler) if by_rejection else MatchVerifier(sampler)
-            builder: DraftBuilder = SampledChain(sampler, target.facts.vocab_size) if by_rejection else BestChain()
-            adapter = TargetAdapter(target, self.proposer.required(), packed=packed)
+        judge: Verifier = TokenVerifier(sampler) if by_rejection else MatchVerifier(sampler)
+        builder: DraftBuilder = SampledChain(sampler, target.facts.vocab_size) if by_rejection else BestChain()
         self.parts = Parts(adapter, self.proposer, builder, judge)
         check_compatible(self.parts)
 

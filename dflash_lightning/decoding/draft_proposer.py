@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._dynamo.exc import BackendCompilerFailed
 
 from dflash_lightning.decoding.compiled import GraphCounter, warn_uncompiled
+from dflash_lightning.decoding.head import DecodingHead
 from dflash_lightning.decoding.proposer import Proposer
 from dflash_lightning.decoding.types import Scores
 from dflash_lightning.model import DraftModel
@@ -25,7 +26,8 @@ class DraftProposer(Proposer):
 
     The context is everything committed before the root. Prompts are taken in by chunks of ``PROMPT_ROWS``; a round
     takes in what the target computed in the round before and drafts, in one step. Both are functions of static shape,
-    compiled once. Rows beyond the batch given to ``start`` are padding up to ``batch_size``.
+    compiled once; the language head runs outside of them, since its rows may be packed. Rows beyond the batch given to
+    ``start`` are padding up to ``batch_size``.
     """
 
     def __init__(
@@ -35,22 +37,21 @@ class DraftProposer(Proposer):
         *,
         batch_size: int,
         max_length: int,
-        with_logits: bool,
+        head: DecodingHead,
         compile: bool,
     ) -> None:
         self.target = target
         self.source = draft
         self.batch_size = batch_size
-        self.with_logits = with_logits
+        self.lm = head
         self.num_drafts = draft.alignment.num_drafts
         self.graphs = GraphCounter()
         self.compiled = compile
         self.model = _decode_copy(draft, target)
-        self.lm = self.model.head_of(target.lm)
         self.cache = self.model.make_cache(batch_size=batch_size, max_length=max_length, chunk_rows=PROMPT_ROWS)
         self._make_buffers()
         self._absorb: Callable[..., None] | None = None
-        self._step: Callable[..., tuple[Tensor, Tensor | None]] | None = None
+        self._step: Callable[..., Tensor] | None = None
 
     def required(self) -> FeatureSpec:
         return self.source.required()
@@ -85,17 +86,13 @@ class DraftProposer(Proposer):
 
     def _make_steps(self) -> None:
         """Two functions of buffers; everything else they read is static too, weights and caches included."""
-        model, lm, cache = self.model, self.lm, self.cache
-        first_slot, with_logits = model.alignment.first_slot, self.with_logits
+        model, cache, first_slot = self.model, self.cache, self.model.alignment.first_slot
 
         def absorb(rows: Tensor, keep: Tensor) -> None:
             model.extend_cache(rows, keep, cache)
 
-        def step(slots: Tensor, rows: Tensor, keep: Tensor) -> tuple[Tensor, Tensor | None]:
-            hidden = model.draft_hidden(slots, rows, keep, cache)
-            logits = model.head.logits(hidden[:, first_slot:], lm)
-            best = logits.argmax(-1)
-            return (best if lm.ids is None else lm.ids[best]), (logits if with_logits else None)
+        def step(slots: Tensor, rows: Tensor, keep: Tensor) -> Tensor:
+            return model.draft_hidden(slots, rows, keep, cache)[:, first_slot:]
 
         self._absorb = self.graphs.compile(absorb) if self.compiled else absorb
         self._step = self.graphs.compile(step) if self.compiled else step
@@ -116,8 +113,8 @@ class DraftProposer(Proposer):
     def propose(self, roots: Int[Tensor, " B"]) -> Scores:
         assert self._step is not None, "warm_up comes before decoding"
         self.slots[: len(roots), 0].copy_(self.target.embed(roots))
-        best, logits = self._step(self.slots, self.round_rows, self.keep)
-        return Scores(best[: len(roots)], None if logits is None else logits[: len(roots)], self.lm.ids)
+        hidden = self._step(self.slots, self.round_rows, self.keep)[: len(roots)]
+        return Scores(self.model.head.logits(hidden, self.lm), self.lm.ids)
 
     def ingest(self, features: TargetFeatures, keep: Int[Tensor, " B"]) -> None:
         self._load(self.round_rows, features.select(self.required().layer_ids), keep)

@@ -47,7 +47,7 @@ class NoDrafts(Proposer):
         pass
 
     def propose(self, roots: Int[Tensor, " B"]) -> Scores:
-        return Scores(torch.empty(len(roots), 0, dtype=torch.long, device=roots.device))
+        return Scores(torch.empty(len(roots), 0, 1, device=roots.device))
 
     def ingest(self, features: TargetFeatures, keep: Int[Tensor, " B"]) -> None:
         pass

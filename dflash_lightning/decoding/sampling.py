@@ -48,7 +48,7 @@ class Sampler:
         """The law of each row, fp32."""
         if self.spec.greedy:
             law = torch.zeros(logits.shape, dtype=torch.float32, device=logits.device)
-            return law.scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+            return law.scatter_(-1, first_argmax(logits)[..., None], 1.0)
         scores = logits.float() / self.spec.temperature
         top_k = min(self.spec.top_k or scores.shape[-1], scores.shape[-1])
         if top_k < scores.shape[-1]:
@@ -70,8 +70,22 @@ class Sampler:
     ) -> Int[Tensor, "B N"]:
         """The tokens that plain decoding puts at ``positions``, given these logits. Greedy needs no softmax."""
         if self.spec.greedy:
-            return logits.argmax(-1)
+            return first_argmax(logits)
         return self.draw(self.warp(logits), Stream.TOKEN, requests, positions)
+
+
+def first_argmax(scores: Float[Tensor, "*rows V"]) -> Int[Tensor, "*rows"]:
+    """The lowest id with the highest score of each row.
+
+    In two steps where the width allows it: the maximum of every run of 64, then the first run that has the row's. On a
+    CPU torch's ``argmax`` is not vectorised, and ten times slower over a whole vocabulary.
+    """
+    if scores.device.type != "cpu" or scores.shape[-1] % 64:
+        return scores.argmax(-1)
+    runs = scores.unflatten(-1, (-1, 64))
+    best = runs.amax(-1).argmax(-1)
+    run = runs.gather(-2, best[..., None, None].expand(*best.shape, 1, 64))[..., 0, :]
+    return best * 64 + run.argmax(-1)
 
 
 def _keep_top_k(scores: Tensor, top_k: int) -> Tensor:

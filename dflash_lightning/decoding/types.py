@@ -24,12 +24,10 @@ class Round:
 class Scores:
     """What a proposer thinks of the ``D`` tokens after the root.
 
-    ``best`` are its argmax tokens. ``logits`` (only where the builder asks for them) have one column per token id, or
-    per entry of ``ids`` where the draft vocabulary is reduced.
+    ``logits`` have one column per token id, or per entry of ``ids`` where the draft vocabulary is reduced.
     """
 
-    best: Int[Tensor, "B D"]
-    logits: Float[Tensor, "B D v"] | None = None
+    logits: Float[Tensor, "B D v"]
     ids: Int[Tensor, " v"] | None = None
 
 

@@ -82,9 +82,8 @@ class ScriptedProposer(Proposer):
         ]
         self.round += 1
         if isinstance(answers[0], torch.Tensor):
-            logits = torch.stack(answers)
-            return Scores(logits.argmax(-1), logits)
-        return Scores(torch.tensor(answers).reshape(len(roots), self.num_drafts))
+            return Scores(torch.stack(answers))
+        return Scores(torch.nn.functional.one_hot(torch.tensor(answers), VOCAB_SIZE).float())
 
     def ingest(self, features: TargetFeatures, keep: torch.Tensor) -> None:
         rows = features.hidden[:, :, 0, 0].long().tolist()

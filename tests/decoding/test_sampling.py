@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dflash_lightning.decoding.noise import Noise, Stream
-from dflash_lightning.decoding.sampling import Sampler, SamplingSpec
+from dflash_lightning.decoding.sampling import Sampler, SamplingSpec, first_argmax
 
 P = torch.tensor([0.4, 0.3, 0.2, 0.1])
 
@@ -35,6 +35,13 @@ def test_ties_keep_the_lowest_ids() -> None:
     # Mass before ranks 0, 1, 2, 3, ..: 0, .288, .576, .682; so .6 keeps three, and the third is the lowest of the rest.
     assert (law(logits, temperature=1.0, top_p=0.6) > 0).nonzero()[:, 1].tolist() == [0, 1, 4]
     assert (law(logits, temperature=1.0, top_k=5, top_p=0.65) > 0).nonzero()[:, 1].tolist() == [0, 1, 4]
+
+
+def test_the_argmax_is_the_first_of_the_best() -> None:
+    scores = torch.randint(0, 4, (5, 3, 640)).float()  # hundreds of ties in every row
+    assert torch.equal(first_argmax(scores), scores.argmax(-1))
+    assert torch.equal(first_argmax(scores[..., :70]), scores[..., :70].argmax(-1))
+    assert first_argmax(torch.full((2, 128), -torch.inf)).tolist() == [0, 0]
 
 
 def test_it_equals_the_processors_of_transformers() -> None:

@@ -174,7 +174,7 @@ def test_drawn_tokens_follow_the_target(verifier) -> None:
     sampler = Sampler(SamplingSpec(temperature=1.0, seed=2), Noise(2))
     where = Round(torch.arange(n), torch.full((n,), 3), 4)
     scores = torch.tensor([E3_DRAFT[:1]]).log().expand(n, -1, -1)
-    draft = SampledChain(sampler, 3).build(torch.zeros(n, dtype=torch.long), Scores(scores.argmax(-1), scores), where)
+    draft = SampledChain(sampler, 3).build(torch.zeros(n, dtype=torch.long), Scores(scores), where)
     logits = torch.stack([torch.tensor(target_rows("E3", (x,))).log() for x in range(3)])[draft.tokens[:, 1]]
     verdict = verifier(sampler).verify(draft, logits, where)
     whole = verdict.accepted == 1
@@ -192,9 +192,7 @@ def test_rejection_noise_is_new_in_every_round() -> None:
     builder = SampledChain(sampler, 50)
     logits = torch.zeros(4, 6, 50)
     roots, at = torch.zeros(4, dtype=torch.long), torch.full((4,), 9)
-    first, second = (
-        builder.build(roots, Scores(logits.argmax(-1), logits), Round(torch.arange(4), at, index)) for index in (0, 1)
-    )
+    first, second = (builder.build(roots, Scores(logits), Round(torch.arange(4), at, index)) for index in (0, 1))
     assert not torch.equal(first.tokens, second.tokens)
 
 
@@ -203,7 +201,7 @@ def test_reduced_draft_vocabulary_keeps_the_law() -> None:
     n, p = 100000, torch.tensor([0.5, 0.3, 0.2])
     sampler = Sampler(SamplingSpec(temperature=1.0), Noise(0))
     where = Round(torch.arange(n), torch.zeros(n, dtype=torch.long), 0)
-    scores = Scores(torch.zeros(n, 1, dtype=torch.long), torch.zeros(n, 1, 2), torch.tensor([0, 2]))
+    scores = Scores(torch.zeros(n, 1, 2), torch.tensor([0, 2]))
     draft = SampledChain(sampler, 3).build(torch.zeros(n, dtype=torch.long), scores, where)
     assert set(draft.tokens[:, 1].tolist()) == {0, 2}
     verdict = TokenVerifier(sampler).verify(draft, p.log().expand(n, 2, 3), where)

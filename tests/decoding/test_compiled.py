@@ -1,0 +1,75 @@
+"""The compiled draft step: static graphs, never yesterday's weights, and a plain fallback. Run without the hook."""
+
+import warnings
+
+import pytest
+import torch
+from torch._inductor.utils import fresh_inductor_cache
+
+from dflash_lightning.decoding import SpeculativeDecoder
+
+pytestmark = pytest.mark.compiled
+PROMPTS = [[5, 9, 3, 200, 17], [44], [(37 * i) % 250 for i in range(70)]]
+
+
+def _drafts(decoder: SpeculativeDecoder, prompts: list[list[int]]) -> torch.Tensor:
+    """What the decoder's proposer says right after ``prompts``."""
+    hidden, parts = [], decoder.parts
+    with torch.no_grad():
+        _, features, lengths = parts.target.prefill(prompts)
+        parts.proposer.start(features, lengths)
+        roots = torch.tensor([1] * len(prompts))
+        for _ in range(2):  # a round after the prompts, and one after a round
+            hidden.append(parts.proposer.propose(roots).logits)
+            _, features = parts.target.verify(roots[:, None].repeat(1, parts.proposer.num_drafts + 1))
+            keep = torch.arange(1, len(prompts) + 1)
+            parts.target.commit(keep)
+            parts.proposer.ingest(features, keep)
+    return torch.stack(hidden)
+
+
+def test_compiled_drafts_follow_the_weights_and_make_two_graphs(
+    make_target, make_draft, overfit_draft, plain_generate
+) -> None:
+    """Two evaluations around optimizer steps: compiled equals eager before and after; nothing is compiled again."""
+    target = make_target("qwen3")
+    expected = [plain_generate(target, prompt, 20, ()) for prompt in PROMPTS]
+    draft = make_draft(target)
+    compiled, eager = (
+        SpeculativeDecoder(target, draft, max_length=100, batch_size=3, compile=compile) for compile in (True, False)
+    )
+    before = None
+    for steps in (0, 20):
+        overfit_draft(target, draft, list(zip(PROMPTS, expected, strict=True))[:2], steps=steps)
+        draft.train()
+        results = [decoder.decode(PROMPTS, max_new_tokens=20, stop_ids=()) for decoder in (compiled, eager)]
+        assert [g.output_ids for g in results[0].generations] == expected
+        assert results[0].generations == results[1].generations
+        assert results[0].stats.compiled and not results[1].stats.compiled
+        found = _drafts(compiled, PROMPTS)
+        torch.testing.assert_close(found, _drafts(eager, PROMPTS), atol=1e-4, rtol=1e-4)
+        assert before is None or (found - before).abs().max() > 0.1, "the optimizer changed nothing"
+        before = found
+        assert compiled.compile_count == 2
+    assert results[0].stats.tau > 1.2
+    # Neither fewer rows, other lengths nor the caller's mode makes another graph.
+    with torch.inference_mode():
+        compiled.decode(PROMPTS[2:], max_new_tokens=5, stop_ids=())
+    with torch.enable_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        compiled.decode(PROMPTS[:2], max_new_tokens=30, stop_ids=(3, 4))
+    assert compiled.compile_count == 2 and eager.compile_count == 0
+
+
+def test_without_a_compiler_decoding_goes_on_uncompiled_and_says_so_once(
+    make_target, make_draft, plain_generate
+) -> None:
+    target = make_target("llama")
+    decoder = SpeculativeDecoder(target, make_draft(target), max_length=64)
+    no_compiler = torch._inductor.config.patch({"cpp.cxx": ("/no/such/compiler",), "fx_graph_cache": False})
+    with fresh_inductor_cache(), no_compiler, pytest.warns(UserWarning, match="Install a C\\+\\+ compiler"):
+        result = decoder.decode(PROMPTS[:1], max_new_tokens=9, stop_ids=())
+    assert result.generations[0].output_ids == plain_generate(target, PROMPTS[0], 9, ())
+    assert result.stats.compiled is False and result.stats.summary()["compiled"] is False
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        decoder.decode(PROMPTS[:1], max_new_tokens=9, stop_ids=())
