@@ -13,7 +13,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.seed import isolate_rng
 
 from dflash_lightning.callbacks.figures import acceptance_figure, histogram_figure
-from dflash_lightning.data import load_prompts, render_prompt
+from dflash_lightning.data import check_prompt_lengths, load_prompts, render_prompt
 from dflash_lightning.decoding import DecodeStats, DecodingSettings
 from dflash_lightning.decoding.evaluation import Evaluation, Evaluator
 from dflash_lightning.metric import SpeculativeMetric
@@ -78,7 +78,10 @@ class SpeculativeEval(Callback):
         rows = load_prompts(self.prompts, limit=self.limit)
         if not rows:
             raise ValueError(f"callbacks.speculative_eval.prompts: {self.prompts} holds no prompt. Give at least one.")
-        self._rendered = [render_prompt(pl_module.target.tokenizer, row, **self.chat_template_kwargs) for row in rows]
+        target = pl_module.target
+        self._rendered = [render_prompt(target.tokenizer, row, **self.chat_template_kwargs) for row in rows]
+        reach = self.decoding.max_new_tokens + pl_module.block.block_size
+        check_prompt_lengths(self._rendered, target.facts.max_positions, max_new_tokens=reach)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.global_step == 0:

@@ -169,6 +169,13 @@ def test_another_module_is_refused(prompts, tmp_path, parts):
         SpeculativeEval(prompts, decoding=settings()).setup(trainer, LightningModule(), "fit")
 
 
+def test_prompts_beyond_the_positions_are_refused_before_training(prompts, tmp_path, parts, tiny_target):
+    make_module, _, make_trainer = parts
+    evaluation = SpeculativeEval(prompts, decoding=settings(max_new_tokens=510))
+    with pytest.raises(ValueError, match=r"prompt 1 has .* Shorten the prompt or lower max_new_tokens"):
+        evaluation.setup(make_trainer(tmp_path), make_module(tiny_target), "fit")
+
+
 def test_a_period_of_0_is_refused(prompts):
     with pytest.raises(ValueError, match="every_n_steps: 0 is no period"):
         SpeculativeEval(prompts, decoding=settings(), every_n_steps=0)
