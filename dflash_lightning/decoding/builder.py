@@ -9,8 +9,9 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from dflash_lightning.decoding.law import Law, first_argmax
 from dflash_lightning.decoding.noise import Noise, Stream
-from dflash_lightning.decoding.sampling import Sampler, first_argmax
+from dflash_lightning.decoding.sampling import Sampler
 from dflash_lightning.decoding.types import Draft, Drawn, Round, Scores
 
 
@@ -45,10 +46,9 @@ class SampledChain(DraftBuilder):
         self.vocab_size = vocab_size
 
     def build(self, roots: Int[Tensor, " B"], scores: Scores, where: Round) -> Draft:
-        law = self.sampler.warp(scores.logits)
+        law = self.sampler.law(scores.logits)
         if scores.ids is not None:
-            whole = law.new_zeros((*law.shape[:2], self.vocab_size))
-            law = whole.index_copy_(-1, scores.ids, law)
-        slots = torch.arange(law.shape[1], device=law.device)[None]
+            law = Law(law.mass, scores.ids.expand(law.mass.shape) if law.ids is None else scores.ids[law.ids])
+        slots = torch.arange(scores.logits.shape[1], device=roots.device)[None]
         drafts = self.sampler.draw(law, Stream.DRAFT, where.requests, Noise.at(where.index, slots))
-        return Draft(torch.cat([roots[:, None], drafts], dim=1), self.drawn, law)
+        return Draft(torch.cat([roots[:, None], drafts], dim=1), self.drawn, law.dense(self.vocab_size))

@@ -71,9 +71,12 @@ class Noise:
         return _unit(self._keys(stream, requests, where))
 
     def exponential(
-        self, stream: Stream, requests: Int[Tensor, " B"], where: Int[Tensor, "#B N"], vocab_size: int
-    ) -> Float[Tensor, "B N V"]:
-        """Exponential numbers, one per token: ``-log`` of them is Gumbel noise."""
+        self,
+        stream: Stream,
+        requests: Int[Tensor, " B"],
+        where: Int[Tensor, "#B N"],
+        tokens: Int[Tensor, "B N C"],
+    ) -> Float[Tensor, "B N C"]:
+        """Exponential numbers, one per token: minus their logarithm is Gumbel noise."""
         keys = self._keys(stream, requests, where)
-        tokens = torch.arange(1, vocab_size + 1, device=where.device) * _STEP
-        return -torch.log1p(-_unit(_mix(keys[..., None] + tokens)))
+        return -torch.log1p(-_unit(_mix(keys[..., None] + (tokens + 1) * _STEP)))

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from dflash_lightning.decoding.law import Law, first_argmax, greedy_law, truncated_law
 from dflash_lightning.decoding.noise import Noise, Stream
 
 
@@ -44,68 +45,29 @@ class Sampler:
         self.spec = spec
         self.noise = noise
 
-    def warp(self, logits: Float[Tensor, "*rows V"]) -> Float[Tensor, "*rows V"]:
+    def law(self, logits: Float[Tensor, "*rows V"]) -> Law:
         """The law of each row, fp32."""
         if self.spec.greedy:
-            law = torch.zeros(logits.shape, dtype=torch.float32, device=logits.device)
-            return law.scatter_(-1, first_argmax(logits)[..., None], 1.0)
-        scores = logits.float() / self.spec.temperature
-        top_k = min(self.spec.top_k or scores.shape[-1], scores.shape[-1])
-        if top_k < scores.shape[-1]:
-            scores = _keep_top_k(scores, top_k)
-        if self.spec.top_p is None or self.spec.top_p == 1.0:
-            return scores.softmax(-1)
-        return _nucleus(scores, top_k, self.spec.top_p)
+            return greedy_law(logits)
+        return truncated_law(logits.float() / self.spec.temperature, self.spec.top_k, self.spec.top_p)
 
     def draw(
-        self, law: Float[Tensor, "B N V"], stream: Stream, requests: Int[Tensor, " B"], where: Int[Tensor, "#B N"]
+        self, law: Law, stream: Stream, requests: Int[Tensor, " B"], where: Int[Tensor, "#B N"]
     ) -> Int[Tensor, "B N"]:
-        """One token per row, by the Gumbel-max trick: ``argmax(log p + G)``, written as ``argmax(p / E)``."""
-        if self.spec.greedy:
-            return law.argmax(-1)
-        return (law / self.noise.exponential(stream, requests, where, law.shape[-1])).argmax(-1)
+        """One token per row of a law [B, N] by the Gumbel-max trick, ``argmax(log p + G)``, written ``argmax(p / E)``.
+
+        The noise belongs to tokens, not to places in the law, so equal laws give equal tokens however they are held.
+        """
+        if law.ids is not None and law.ids.shape[-1] == 1:
+            return law.ids[..., 0]
+        tokens = law.ids
+        if tokens is None:
+            tokens = torch.arange(law.mass.shape[-1], device=law.mass.device).expand(law.mass.shape)
+        best = first_argmax(law.mass / self.noise.exponential(stream, requests, where, tokens))
+        return best if law.ids is None else law.ids.gather(-1, best[..., None])[..., 0]
 
     def choose(
         self, logits: Float[Tensor, "B N V"], requests: Int[Tensor, " B"], positions: Int[Tensor, "B N"]
     ) -> Int[Tensor, "B N"]:
-        """The tokens that plain decoding puts at ``positions``, given these logits. Greedy needs no softmax."""
-        if self.spec.greedy:
-            return first_argmax(logits)
-        return self.draw(self.warp(logits), Stream.TOKEN, requests, positions)
-
-
-def first_argmax(scores: Float[Tensor, "*rows V"]) -> Int[Tensor, "*rows"]:
-    """The lowest id with the highest score of each row.
-
-    In two steps where the width allows it: the maximum of every run of 64, then the first run that has the row's. On a
-    CPU torch's ``argmax`` is not vectorised, and ten times slower over a whole vocabulary.
-    """
-    if scores.device.type != "cpu" or scores.shape[-1] % 64:
-        return scores.argmax(-1)
-    runs = scores.unflatten(-1, (-1, 64))
-    best = runs.amax(-1).argmax(-1)
-    run = runs.gather(-2, best[..., None, None].expand(*best.shape, 1, 64))[..., 0, :]
-    return best * 64 + run.argmax(-1)
-
-
-def _keep_top_k(scores: Tensor, top_k: int) -> Tensor:
-    """``scores`` with all but exactly ``top_k`` entries set to -inf."""
-    last = scores.topk(top_k).values[..., -1:]
-    above = scores > last
-    tied = scores == last
-    keep = above | (tied & (tied.cumsum(-1) <= top_k - above.sum(-1, keepdim=True)))
-    return scores.masked_fill(~keep, -torch.inf)
-
-
-def _nucleus(scores: Tensor, top_k: int, top_p: float) -> Tensor:
-    """The law of ``scores`` (of which ``top_k`` are finite) cut where the mass before a token reaches ``top_p``."""
-    if top_k < scores.shape[-1]:
-        ids = scores.topk(top_k).indices.sort(-1).values  # ascending ids, so that the stable sort breaks ties by id
-        values, order = scores.gather(-1, ids).sort(dim=-1, descending=True, stable=True)
-        ids = ids.gather(-1, order)
-    else:
-        values, ids = scores.sort(dim=-1, descending=True, stable=True)
-    law = values.softmax(-1)
-    law = law.masked_fill(law.cumsum(-1) - law >= top_p, 0.0)
-    law = law / law.sum(-1, keepdim=True)
-    return torch.zeros_like(scores).scatter_(-1, ids, law)
+        """The tokens that plain decoding puts at ``positions``, given these logits."""
+        return self.draw(self.law(logits), Stream.TOKEN, requests, positions)

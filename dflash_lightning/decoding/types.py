@@ -8,6 +8,8 @@ from typing import Literal
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from dflash_lightning.decoding.law import Law
+
 Drawn = Literal["delta", "sampled"]
 
 
@@ -36,7 +38,7 @@ class Draft:
     """Tokens for the target to judge in one pass: node 0 is the root, the parent of node ``k`` is node ``k - 1``.
 
     ``drawn`` says how the drafts were chosen: ``delta`` by a rule without chance, ``sampled`` from ``law``, which is
-    then exactly the law that node ``k + 1`` was drawn from in row ``k``, warped, over the target's whole vocabulary.
+    then exactly the law that node ``k + 1`` was drawn from in row ``k``, warped, over all tokens of the target.
     """
 
     tokens: Int[Tensor, "B N"]
@@ -55,7 +57,7 @@ class Verdict:
     accepted: Int[Tensor, " B"]
     following: Int[Tensor, " B"]
     acceptance: Float[Tensor, "B D"] | None = None
-    law: Float[Tensor, "B V"] | None = None
+    law: Law | None = None
 
 
 @dataclass

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from dflash_lightning.decoding.law import Law
 from dflash_lightning.decoding.noise import Noise, Stream
 from dflash_lightning.decoding.sampling import Sampler
 from dflash_lightning.decoding.types import Draft, Drawn, Round, Verdict
@@ -57,35 +58,39 @@ class TokenVerifier(Verifier):
 
     def verify(self, draft: Draft, logits: Float[Tensor, "B N V"], where: Round) -> Verdict:
         assert draft.law is not None, "token verification needs the law of the drafts"
-        target = self.sampler.warp(logits)
-        acceptance = acceptance_probability(target[:, :-1], draft.law, draft.tokens[:, 1:])
-        slots = torch.arange(acceptance.shape[1], device=acceptance.device)[None]
+        target = self.sampler.law(logits)
+        width = draft.law.shape[1]
+        acceptance = acceptance_probability(
+            _rows(target, (slice(None), slice(None, width))), draft.law, draft.tokens[:, 1:]
+        )
+        slots = torch.arange(width, device=acceptance.device)[None]
         uniform = self.sampler.noise.uniform(Stream.ACCEPT, where.requests, Noise.at(where.index, slots))
         accepted = _leading(uniform < acceptance)
-        law = _row(target, accepted)
-        if acceptance.shape[1]:
-            rejected = accepted < acceptance.shape[1]
-            declared = _row(draft.law, accepted.clamp_max(acceptance.shape[1] - 1))
-            law = torch.where(rejected[:, None], residual(law, declared), law)
+        each = torch.arange(len(accepted), device=accepted.device)
+        law = residual(
+            _rows(target, (each, accepted)),
+            draft.law[each, accepted.clamp_max(width - 1)] * (accepted < width)[:, None],
+        )
         at = Noise.at(where.index, where.positions.new_zeros(1, 1))
-        following = self.sampler.draw(law[:, None], Stream.RESIDUAL, where.requests, at)[:, 0]
+        following = self.sampler.draw(_rows(law, (slice(None), None)), Stream.RESIDUAL, where.requests, at)[:, 0]
         return Verdict(accepted, following, acceptance, law)
 
 
 def acceptance_probability(
-    target: Float[Tensor, "B D V"], law: Float[Tensor, "B D V"], drafts: Int[Tensor, "B D"]
+    target: Law, law: Float[Tensor, "B D V"], drafts: Int[Tensor, "B D"]
 ) -> Float[Tensor, "B D"]:
     """``min(1, p/q)`` of each draft, given that the drafts before it stand."""
-    p = target.gather(-1, drafts[..., None])[..., 0]
-    q = law.gather(-1, drafts[..., None])[..., 0]
-    return (p / q).clamp_max(1.0)
+    return (target.of(drafts) / law.gather(-1, drafts[..., None])[..., 0]).clamp_max(1.0)
 
 
-def residual(target: Float[Tensor, "B V"], law: Float[Tensor, "B V"]) -> Float[Tensor, "B V"]:
-    """Law of the token after a rejection: ``max(p - q, 0)``, normalised; ``p`` itself where nothing is left of it."""
-    rest = (target - law).clamp_min(0.0)
+def residual(target: Law, law: Float[Tensor, "B V"]) -> Law:
+    """Law of the token after a rejection: ``max(p - q, 0)``, normalised; ``p`` itself where nothing is left of it.
+
+    A row of zeros for ``law`` says that nothing was rejected, and leaves ``p`` as it is.
+    """
+    rest = (target.mass - (law if target.ids is None else law.gather(-1, target.ids))).clamp_min(0.0)
     mass = rest.sum(-1, keepdim=True)
-    return torch.where(mass > 0.0, rest / mass, target)
+    return Law(torch.where(mass > 0.0, rest / mass, target.mass), target.ids)
 
 
 def _leading(stands: Tensor) -> Tensor:
@@ -93,5 +98,6 @@ def _leading(stands: Tensor) -> Tensor:
     return stands.long().cumprod(1).sum(1)
 
 
-def _row(laws: Tensor, index: Tensor) -> Tensor:
-    return laws[torch.arange(len(index), device=index.device), index]
+def _rows(law: Law, index: tuple[slice | Tensor | None, ...]) -> Law:
+    """Some rows of a law."""
+    return Law(law.mass[index], None if law.ids is None else law.ids[index])

@@ -90,6 +90,8 @@ def test_a_trained_drafter_changes_the_speed_and_not_the_text(
         assert result.stats.histogram[0] and sum(result.stats.histogram[1:-1]) and result.stats.histogram[-1]
         assert result.stats.tau > 1.5
         assert not result.stats.compiled
+        assert all(spent > 0 for spent in result.stats.seconds)
+        assert sum(result.stats.seconds[:-1]) == pytest.approx(result.stats.seconds[-1], rel=0.05)
     plain = _decoder(target, None, batch_size=3).decode(PROMPTS, max_new_tokens=MAX_NEW, stop_ids=target.stop_ids)
     assert [g.output_ids for g in plain.generations] == expected
     assert plain.stats.tau == 1.0 and plain.stats.num_drafts == 0

@@ -3,14 +3,15 @@
 import pytest
 import torch
 
+from dflash_lightning.decoding.law import Law, first_argmax
 from dflash_lightning.decoding.noise import Noise, Stream
-from dflash_lightning.decoding.sampling import Sampler, SamplingSpec, first_argmax
+from dflash_lightning.decoding.sampling import Sampler, SamplingSpec
 
 P = torch.tensor([0.4, 0.3, 0.2, 0.1])
 
 
 def law(logits: torch.Tensor, **settings: object) -> torch.Tensor:
-    return Sampler(SamplingSpec(**settings), Noise(0)).warp(logits)
+    return Sampler(SamplingSpec(**settings), Noise(0)).law(logits).dense(logits.shape[-1])
 
 
 def test_top_p_cuts_the_law_that_top_k_left() -> None:
@@ -73,19 +74,41 @@ def test_draws_follow_the_law() -> None:
 
 
 def test_noise_depends_on_what_it_is_for_and_on_nothing_else() -> None:
-    noise = Noise(7)
-    ids, where = torch.tensor([3, 9]), torch.arange(4)[None]
-    both = noise.exponential(Stream.TOKEN, ids, where, 11)
+    noise, ids, where = Noise(7), torch.tensor([3, 9]), torch.arange(4)[None]
+    tokens = torch.arange(11).expand(2, 4, 11)
+    both = noise.exponential(Stream.TOKEN, ids, where, tokens)
     torch.manual_seed(123)
-    alone = noise.exponential(Stream.TOKEN, ids[1:], where[:, 2:], 11)
-    assert torch.equal(both[1:, 2:], alone)
+    assert torch.equal(both[1:, 2:, 5:], noise.exponential(Stream.TOKEN, ids[1:], where[:, 2:], tokens[1:, 2:, 5:]))
     others = [
-        Noise(8).exponential(Stream.TOKEN, ids, where, 11),
-        noise.exponential(Stream.DRAFT, ids, where, 11),
-        noise.exponential(Stream.TOKEN, ids + 1, where, 11),
-        noise.exponential(Stream.TOKEN, ids, where + 1, 11),
+        Noise(8).exponential(Stream.TOKEN, ids, where, tokens),
+        noise.exponential(Stream.DRAFT, ids, where, tokens),
+        noise.exponential(Stream.TOKEN, ids + 1, where, tokens),
+        noise.exponential(Stream.TOKEN, ids, where + 1, tokens),
+        noise.exponential(Stream.TOKEN, ids, where, tokens + 1),
     ]
     assert all((other != both).all() for other in others)
+
+
+def test_how_a_law_is_held_does_not_change_what_is_drawn() -> None:
+    law = Law(torch.rand(2, 300, 40).softmax(-1))
+    order = torch.rand(2, 300, 40).argsort(-1)
+    held = Law(law.mass.gather(-1, order), order)
+    sampler = Sampler(SamplingSpec(temperature=1.0), Noise(2))
+    where = torch.arange(300)[None]
+    drawn = sampler.draw(law, Stream.TOKEN, torch.tensor([1, 2]), where)
+    assert torch.equal(sampler.draw(held, Stream.TOKEN, torch.tensor([1, 2]), where), drawn)
+    torch.testing.assert_close(held.of(drawn), law.of(drawn))
+    torch.testing.assert_close(held.dense(40), law.mass)
+
+
+def test_a_nucleus_is_the_same_among_candidates_and_in_the_whole_vocabulary() -> None:
+    """Over 5000 tokens: narrow laws are cut among the best 1024, flat ones need the sort; either equals a plain cut."""
+    for scale in (3.0, 0.01):
+        logits = scale * torch.randn(4, 5000).round(decimals=1)  # rounded, so that there are ties at the border
+        values, order = logits.double().softmax(-1).sort(dim=-1, descending=True, stable=True)
+        kept = torch.where(values.cumsum(-1) - values < 0.9, values, 0.0)
+        expected = torch.zeros(4, 5000).double().scatter(-1, order, kept / kept.sum(-1, keepdim=True))
+        torch.testing.assert_close(law(logits, temperature=1.0, top_p=0.9).double(), expected, atol=1e-6, rtol=1e-4)
 
 
 def test_uniform_numbers_are_uniform_and_uncorrelated() -> None:

@@ -1,0 +1,94 @@
+"""Distributions over tokens, held by the tokens that are possible: after top-k or top-p those are few of many."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+_NUCLEUS = 1024  # candidates among which a nucleus is looked for before the whole vocabulary is sorted
+
+
+@dataclass
+class Law:
+    """One distribution per row: ``mass[..., c]`` is the probability of token ``ids[..., c]``, or of token ``c`` itself.
+
+    Possible tokens stand there once each, by falling probability, lowest id first among equals (by id where ``ids`` is
+    null); some may have mass 0.
+    """
+
+    mass: Float[Tensor, "*rows C"]
+    ids: Int[Tensor, "*rows C"] | None = None
+
+    def of(self, tokens: Int[Tensor, "*rows"]) -> Float[Tensor, "*rows"]:
+        """The probability of one token per row."""
+        if self.ids is None:
+            return self.mass.gather(-1, tokens[..., None])[..., 0]
+        return (self.mass * (self.ids == tokens[..., None])).sum(-1)
+
+    def dense(self, vocab_size: int) -> Float[Tensor, "*rows V"]:
+        """The probability of every token."""
+        if self.ids is None:
+            return self.mass
+        return self.mass.new_zeros((*self.mass.shape[:-1], vocab_size)).scatter_(-1, self.ids, self.mass)
+
+
+def first_argmax(scores: Float[Tensor, "*rows V"]) -> Int[Tensor, "*rows"]:
+    """The lowest id with the highest score of each row.
+
+    In two steps where the width allows it: the maximum of every run of 64, then the first run that has the row's. On a
+    CPU torch's ``argmax`` is not vectorised, and ten times slower over a whole vocabulary.
+    """
+    if scores.device.type != "cpu" or scores.shape[-1] % 64:
+        return scores.argmax(-1)
+    runs = scores.unflatten(-1, (-1, 64))
+    best = runs.amax(-1).argmax(-1)
+    run = runs.gather(-2, best[..., None, None].expand(*best.shape, 1, 64))[..., 0, :]
+    return best * 64 + run.argmax(-1)
+
+
+def greedy_law(logits: Float[Tensor, "*rows V"]) -> Law:
+    """All mass on the argmax."""
+    ids = first_argmax(logits)[..., None]
+    return Law(torch.ones(ids.shape, device=ids.device), ids)
+
+
+def truncated_law(scores: Float[Tensor, "*rows V"], top_k: int | None, top_p: float | None) -> Law:
+    """Softmax over the ``top_k`` best; of these, those whose predecessors hold less than ``top_p``, renormalised.
+
+    Ties keep the lowest ids, at either border.
+    """
+    if top_k is not None and top_k < scores.shape[-1]:
+        values, ids = _best(scores, top_k)
+        mass = values.softmax(-1)
+        return Law(mass if top_p is None else _cut(mass, top_p), ids)
+    if top_p is None:
+        return Law(scores.softmax(-1))
+    if scores.shape[-1] > _NUCLEUS:
+        values, ids = _best(scores, _NUCLEUS)
+        mass = (values - scores.logsumexp(-1, keepdim=True)).exp()
+        if bool((mass[..., :-1].sum(-1) >= top_p).all()):
+            return Law(_cut(mass, top_p), ids)
+    values, ids = scores.sort(dim=-1, descending=True, stable=True)
+    return Law(_cut(values.softmax(-1), top_p), ids)
+
+
+def _cut(mass: Tensor, top_p: float) -> Tensor:
+    """``mass`` (falling) without what comes after ``top_p`` of it, renormalised."""
+    mass = mass.masked_fill(mass.cumsum(-1) - mass >= top_p, 0.0)
+    return mass / mass.sum(-1, keepdim=True)
+
+
+def _best(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Values and ids of exactly the ``count`` best of each row, in falling order, ties by lowest id."""
+    values, ids = scores.topk(count)
+    last = values[..., -1:]
+    if int((scores >= last).sum()) > ids.numel():  # ties across the border, of which topk took any
+        tied = scores == last
+        keep = (scores > last) | (tied & (tied.cumsum(-1) <= count - (scores > last).sum(-1, keepdim=True)))
+        ids = scores.masked_fill(~keep, -torch.inf).topk(count).indices
+    ids = ids.sort(-1).values  # ascending, so that the stable sort orders ties by id
+    values, order = scores.gather(-1, ids).sort(dim=-1, descending=True, stable=True)
+    return values, ids.gather(-1, order)
