@@ -39,7 +39,9 @@ quickstart: $(INSTALLED)
 	$(BIN)/dflash fit quickstart
 	$(BIN)/dflash report runs/quickstart --started $(STARTED)
 
-# Twice: torch.compile cannot trace functions that the shape hook has wrapped.
+# Twice: torch.compile cannot trace functions that the shape hook has wrapped. One thread: tensors are tiny, and threads
+# that wait for each other made the suite several times slower on two busy cores.
+test: export OMP_NUM_THREADS = 1
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -q $(SHAPE_HOOK) -m 'not compiled'
 	$(BIN)/python -m pytest -q -m compiled
