@@ -75,9 +75,8 @@ class SpeculativeEval(Callback):
                 "callbacks.speculative_eval: decodes with a DraftModule, but the trainer was given "
                 f"{type(pl_module).__name__}. Fit a DraftModule, or leave the callback out."
             )
+        self._evaluator = None
         rows = load_prompts(self.prompts, limit=self.limit)
-        if not rows:
-            raise ValueError(f"callbacks.speculative_eval.prompts: {self.prompts} holds no prompt. Give at least one.")
         target = pl_module.target
         self._rendered = [render_prompt(target.tokenizer, row, **self.chat_template_kwargs) for row in rows]
         reach = self.decoding.max_new_tokens + pl_module.block.block_size
@@ -86,6 +85,9 @@ class SpeculativeEval(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.global_step == 0:
             self._run(trainer, pl_module, "before training")
+        # A resumed run stands at a step that was evaluated when it was reached, and at the start of an accumulation
+        # window: evaluating (and saving) again after its first micro-batch would lose that window's gradients.
+        self._evaluated_at = trainer.global_step
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -97,6 +99,11 @@ class SpeculativeEval(Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.every_n_steps is None:
             self._run(trainer, pl_module, f"epoch {trainer.current_epoch}")
+
+    def evaluate_now(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Evaluate the weights as they are, unless that was done already (it was not if the run was cut there)."""
+        if not self.history or self.history[-1]["step"] != trainer.global_step:
+            self._run(trainer, pl_module, f"step {trainer.global_step}")
 
     # -- what ---------------------------------------------------------------------------------------------------------
 

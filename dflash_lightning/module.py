@@ -10,12 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
 from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 
@@ -24,10 +24,11 @@ from dflash_lightning.conditioning import Conditioning
 from dflash_lightning.drafter import Drafter
 from dflash_lightning.head import DraftHead
 from dflash_lightning.loss import LossTerm
-from dflash_lightning.model import DraftModel, load_draft, make_draft_config
+from dflash_lightning.model import DraftModel
+from dflash_lightning.model_start import DraftPlan
 from dflash_lightning.ops.lm_head import Argmax, LanguageHead, View
 from dflash_lightning.schedule import warmup_cosine
-from dflash_lightning.target import FrozenTarget, check_mask_token_id, choose_mask_token_id
+from dflash_lightning.target import FrozenTarget
 from dflash_lightning.types import BlockLayout, FeatureSpec, SlotTotals, StepContext, TrainBatch
 
 
@@ -93,19 +94,12 @@ class DraftModule(LightningModule):
             raise ValueError(
                 "loss: no term is given, so there is nothing to train on. Add one, e.g. loss=cross_entropy."
             )
-        if draft_vocabulary not in (None, "data"):
-            raise ValueError(
-                f"draft_vocabulary: {draft_vocabulary!r} is unknown. "
-                "Use 'data' (ids of the training rows) or null (all)."
-            )
         self.target = target
         self.block = block
-        self.parts = (conditioning, drafter, head)  # a tuple, not attributes: the built modules live in self.model only
+        # Settings; the modules that are trained are built from them and live in self.model only.
+        self.plan = DraftPlan(block, conditioning, drafter, head, draft_vocabulary, init_from, seed)
         self.terms = dict(loss)
         self.optim = optim
-        self.draft_vocabulary = draft_vocabulary
-        self.init_from = init_from
-        self.seed = seed
         self.model: DraftModel | None = None
         self._totals: tuple[tuple[int, int], SlotTotals] | None = None
         self._sums: dict[str, Tensor] = {}
@@ -116,7 +110,7 @@ class DraftModule(LightningModule):
     def configure_model(self) -> None:
         """Build the drafter for the target and the data; does nothing when it is built already."""
         if self.model is None:
-            self.model = self._make_model(self._used_ids())
+            self.model = self.plan.make(self.target, self._used_ids())
         self._lm: LanguageHead = self.model.head_of(self.target.lm)
         data = self.trainer.datamodule if self._trainer is not None else None  # type: ignore[attr-defined]
         if data is not None:
@@ -126,57 +120,11 @@ class DraftModule(LightningModule):
         data = self.trainer.datamodule if self._trainer is not None else None  # type: ignore[attr-defined]
         return data.used_ids() if data is not None else set()
 
-    def _make_model(self, used_ids: set[int]) -> DraftModel:
-        if self.draft_vocabulary == "data" and not used_ids:
-            raise ValueError("draft_vocabulary: 'data' needs a DraftData data module to take the ids from. Use null.")
-        if self.init_from is not None:
-            return self._load_initial(Path(self.init_from))
-        explicit = self.block.mask_token_id
-        if explicit is not None:
-            check_mask_token_id(explicit, self.target)
-        mask_token_id = explicit if explicit is not None else choose_mask_token_id(self.target, used_ids)
-        reduced = sorted(used_ids) if self.draft_vocabulary == "data" else None
-        conditioning, drafter, head = self.parts
-        config = make_draft_config(
-            self.target.facts,
-            block=self.block,
-            conditioning=conditioning,
-            drafter=drafter,
-            head=head,
-            mask_token_id=mask_token_id,
-            draft_vocab_size=None if reduced is None else len(reduced),
-        )
-        # The initial weights depend on the seed alone, not on what drew random numbers before.
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.seed)
-            model = DraftModel(config)
-            if reduced is not None:
-                model.draft_vocab.copy_(torch.tensor(reduced))
-            model.warm_start(self.target.decoder_layer_state)
-        return model
-
-    def _load_initial(self, folder: Path) -> DraftModel:
-        """Weights, mask id and layers come from ``init_from``; a recipe that says otherwise is refused."""
-        model = load_draft(folder)
-        self.target.check_draft(model.config)
-        alignment = model.alignment
-        conflicts = {
-            "block.block_size": (self.block.block_size, alignment.block_size),
-            "block.label_layout": (self.block.label_layout, alignment.label_layout),
-            "block.mask_token_id": (self.block.mask_token_id or alignment.mask_token_id, alignment.mask_token_id),
-        }
-        for key, (ours, theirs) in conflicts.items():
-            if ours != theirs:
-                raise ValueError(
-                    f"{key}: the recipe says {ours}, but init_from={folder} was trained with {theirs}. "
-                    f"Set {key}={theirs}, or train from scratch."
-                )
-        return model
-
     def _vocabulary_mask(self) -> Bool[Tensor, " V"] | None:
         if self.draft_model.config.draft_vocab_size is None:
             return None
-        mask = torch.zeros(self.target.facts.vocab_size, dtype=torch.bool)
+        # On the CPU, where blocks are cut, also while Lightning builds modules on the device.
+        mask = torch.zeros(self.target.facts.vocab_size, dtype=torch.bool, device="cpu")
         mask[self.draft_model.draft_vocab.cpu()] = True
         return mask
 
@@ -196,9 +144,30 @@ class DraftModule(LightningModule):
     # -- training -----------------------------------------------------------------------------------------------------
 
     def on_fit_start(self) -> None:
+        self._check_trainer()
         self.target.to(self.device)
         self._lm = self.draft_model.head_of(self.target.lm)
         self._initial = _checksums(self.draft_model)
+        self._totals, self._sums = None, {}
+
+    def _check_trainer(self) -> None:
+        """Refuse what would train silently worse, or not at all."""
+        strategy = self.trainer.strategy
+        if not isinstance(strategy, (SingleDeviceStrategy, DDPStrategy)):
+            raise ValueError(
+                f"trainer.strategy: {type(strategy).__name__} is not supported: it shards or rewrites parameters that "
+                "are read by name here. A drafter is small: use one device or trainer.strategy=ddp."
+            )
+        if any(p.dtype != torch.float32 for p in self.draft_model.parameters()):
+            raise ValueError(
+                f"trainer.precision: {self.trainer.precision} keeps the drafter's weights in half precision, where "
+                "small updates are lost (norm weights would stay exactly 1). Use bf16-mixed or 32-true."
+            )
+
+    def on_train_start(self) -> None:
+        for optimizer in self.trainer.optimizers:
+            moments = [v for state in optimizer.state.values() for k, v in state.items() if k != "step"]
+            assert all(v.dtype == torch.float32 for v in moments), "optimizer state was restored in half precision"
 
     def training_step(self, batch: TrainBatch, batch_idx: int) -> Float[Tensor, ""]:
         layout, context = batch.layout, self._step_context()
@@ -231,7 +200,7 @@ class DraftModule(LightningModule):
         return StepContext(self.global_step, int(self.trainer.estimated_stepping_batches), self.current_epoch)
 
     def _window_totals(self, batch: TrainBatch) -> SlotTotals:
-        """Counts of the accumulation window over all ranks; one all-reduce per optimizer step."""
+        """Counts of the accumulation window over all ranks, reduced once per window."""
         key = (self.current_epoch, batch.window)
         if self._totals is None or self._totals[0] != key:
             self._totals = (key, SlotTotals.unpack(self._sum_over_ranks(batch.window_totals.pack())))
@@ -246,7 +215,9 @@ class DraftModule(LightningModule):
     # -- what is logged -----------------------------------------------------------------------------------------------
 
     def _metrics_due(self) -> bool:
-        return self.global_step % self.trainer.log_every_n_steps == 0  # type: ignore[attr-defined]
+        """Whether Lightning will write what this optimizer step logs (it counts steps from 1)."""
+        period = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
+        return period > 0 and (self.global_step + 1) % period == 0
 
     def _add(self, name: str, value: Tensor) -> None:
         value = value.detach()
@@ -302,6 +273,10 @@ class DraftModule(LightningModule):
                 f"The checkpoint's drafter is not the one this recipe builds ({lines}). "
                 "Resume with the recipe and data it was trained with, or start anew with --fresh."
             )
+
+    def broken_parameters(self) -> list[str]:
+        """Names of the drafter's parameter tensors that hold a NaN or an infinity: the run has diverged."""
+        return [name for name, p in self.draft_model.named_parameters() if not torch.isfinite(p).all()]
 
     def changed_parameters(self) -> int:
         """How many parameter tensors of the drafter differ from when ``fit`` began."""

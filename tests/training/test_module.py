@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import csv
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
 from dflash_lightning.block import Anchored
+from dflash_lightning.conditioning import KVInjection
+from dflash_lightning.drafter import BlockTransformer
 from dflash_lightning.loss import CrossEntropy
+from dflash_lightning.model import save_draft
 from dflash_lightning.module import OptimSettings
 from dflash_lightning.schedule import decay_weights
 from dflash_lightning.types import FeatureSpec
@@ -222,16 +227,75 @@ def test_schedule_settings_are_plain_and_replaceable():
 
 
 def test_init_from_starts_with_the_saved_weights_and_refuses_conflicts(
-    parts, write_rows, tiny_target, make_target, tmp_path: Path, make_draft
+    parts, tiny_target, make_target, tmp_path: Path, make_draft
 ):
-    from dflash_lightning.model import save_draft
-
-    make_module = parts[0]
-    save_draft(make_draft(tiny_target), tmp_path / "draft")
-    module = make_module(tiny_target, init_from=str(tmp_path / "draft"))
+    make_module, folder = parts[0], tmp_path / "draft"
+    saved = make_draft(tiny_target)  # 2 layers
+    save_draft(saved, folder)
+    two = BlockTransformer(num_layers=2)
+    module = make_module(tiny_target, init_from=str(folder), drafter=two, conditioning=KVInjection())
     module.configure_model()
-    assert module.draft_model.config.num_hidden_layers == 2
-    with pytest.raises(ValueError, match=r"block\.block_size: the recipe says 5.*Set block\.block_size=4"):
-        make_module(tiny_target, init_from=str(tmp_path / "draft"), block=Anchored(block_size=5)).configure_model()
+    assert module.draft_model.config.target_layer_ids == [0, 2]  # left open, so the drafter's
+    assert module.draft_model.training
+    state = saved.state_dict()
+    assert all(torch.equal(value, state[name]) for name, value in module.draft_model.state_dict().items())
+    conflicts = {
+        r"num_hidden_layers is 1 in the recipe, 2 there": {},
+        r"block_size is 5 in the recipe, 4 there": {"drafter": two, "block": Anchored(block_size=5)},
+        r"target_layer_ids is \[0, 1\] in the recipe": {
+            "drafter": two,
+            "conditioning": KVInjection(target_layer_ids=[0, 1]),
+        },
+    }
+    for message, settings in conflicts.items():
+        with pytest.raises(ValueError, match=message):
+            make_module(tiny_target, init_from=str(folder), **settings).configure_model()
     with pytest.raises(ValueError, match="made for tiny-llama with digest of the weights"):
-        make_module(make_target("qwen3"), init_from=str(tmp_path / "draft")).configure_model()
+        make_module(make_target("qwen3"), init_from=str(folder), drafter=two).configure_model()
+
+
+@pytest.mark.parametrize("vocabulary", ["most", "data"])
+def test_a_draft_vocabulary_that_cannot_be_made_is_refused(parts, tiny_target, vocabulary):
+    message = {"most": "'most' is unknown", "data": "needs a DraftData data module"}[vocabulary]
+    with pytest.raises(ValueError, match=f"draft_vocabulary: .*{message}|draft_vocabulary: {message}"):
+        parts[0](tiny_target, draft_vocabulary=vocabulary).configure_model()
+
+
+def test_a_mask_id_that_the_data_contains_is_refused_in_fit(parts, write_rows, tiny_target, tmp_path):
+    make_module, make_data, make_trainer = parts
+    data = make_data(tiny_target, write_rows(LENGTHS))
+    used = max(data.used_ids())
+    module = make_module(tiny_target, block=Anchored(block_size=4, num_anchors=4, mask_token_id=used))
+    with pytest.raises(ValueError, match=rf"mask_token_id: {used}"):
+        make_trainer(tmp_path).fit(module, datamodule=data)
+
+
+def test_half_precision_weights_are_refused(parts, write_rows, tiny_target, tmp_path):
+    make_module, make_data, make_trainer = parts
+    trainer = make_trainer(tmp_path, precision="bf16-true")
+    with pytest.raises(ValueError, match=r"trainer\.precision: bf16-true .* Use bf16-mixed or 32-true"):
+        trainer.fit(make_module(tiny_target), datamodule=make_data(tiny_target, write_rows(LENGTHS)))
+
+
+def test_accuracy_is_written_in_the_step_it_is_of(parts, write_rows, tiny_target, tmp_path):
+    make_module, make_data, make_trainer = parts
+    logger = CSVLogger(tmp_path, name="", version="")
+    trainer = make_trainer(tmp_path, max_epochs=2, log_every_n_steps=3, logger=logger)
+    module = make_module(tiny_target)
+    counted = []
+    original = module._count_correct
+    module._count_correct = lambda view, layout: counted.append(module.global_step) or original(view, layout)
+    trainer.fit(module, datamodule=make_data(tiny_target, write_rows(LENGTHS), packing=False))
+    assert counted == [2, 5, 8, 11, 14]
+    with open(tmp_path / "metrics.csv") as file:
+        written = [int(row["step"]) for row in csv.DictReader(file) if row["train/accuracy"]]
+    assert written == counted
+
+
+def test_broken_parameters_are_named(parts, tiny_target):
+    module = parts[0](tiny_target)
+    module.configure_model()
+    assert module.broken_parameters() == []
+    with torch.no_grad():
+        module.draft_model.get_parameter("drafter.norm.weight")[3] = float("nan")
+    assert module.broken_parameters() == ["drafter.norm.weight"]
