@@ -87,9 +87,8 @@ def decode_batch(
     book = _Book([Generation(request, [], [], []) for request in requests], max_new_tokens, stop_ids, on_round)
     clock = StageClock(stats)
     logits, features, lengths = parts.target.prefill(list(prompts))
-    device = lengths.device  # of the embedding; the head of a spread-out target may be elsewhere
-    ids = torch.tensor(list(requests), device=device)
-    roots = parts.verifier.sampler.choose(logits.to(device)[:, None], ids, lengths[:, None])[:, 0]
+    ids = torch.tensor(list(requests), device=lengths.device)
+    roots = parts.verifier.sampler.choose(logits[:, None], ids, lengths[:, None])[:, 0]
     book.first(roots.tolist())
     parts.proposer.start(features, lengths)
     clock.ends("prefill")
@@ -100,14 +99,14 @@ def decode_batch(
         draft = parts.builder.build(roots, parts.proposer.propose(roots), where)
         clock.ends("draft")
         logits, features = parts.target.verify(draft.tokens)
-        verdict = parts.verifier.verify(draft, logits.to(device), where)
+        verdict = parts.verifier.verify(draft, logits, where)
         roots = verdict.following
         committed = _on_host(draft, verdict)  # the one wait for the device per round
         clock.ends("verify")
         keep = torch.tensor([len(tokens) * live for tokens, live in zip(committed, book.live, strict=True)])
         parts.target.commit(keep)
         parts.proposer.ingest(features, keep)
-        lengths = lengths + keep.to(device)
+        lengths = lengths + keep.to(lengths.device)
         clock.ends("commit")
         book.enter(committed, draft.tokens.shape[1] - 1, stats)
         clock.ends("host")

@@ -77,7 +77,7 @@ class TargetAdapter:
         with _plain_mode(self.target.device):
             hidden, features = self._forward(ids.to(self.target.device), [0] * len(prompts))
             self._lengths, self._width = lengths, 0
-            last = hidden[torch.arange(len(prompts), device=hidden.device), self.lengths.to(hidden.device) - 1]
+            last = hidden[torch.arange(len(prompts), device=hidden.device), self.lengths - 1]
             return self._logits(last), features, self.lengths
 
     def verify(
@@ -116,7 +116,7 @@ class TargetAdapter:
         return hidden, TargetFeatures(self.spec.layer_ids, stacked, hidden if self.spec.last_hidden else None)
 
     def _logits(self, hidden: Float[Tensor, "*rows H"]) -> Float[Tensor, "*rows V"]:
-        return self.lm.activate(self.head(hidden.to(self.lm.weight.device)))
+        return self.lm.activate(self.head(hidden))
 
     def _check_prompts(self, lengths: list[int]) -> None:
         assert lengths, "prefill needs a prompt"

@@ -43,7 +43,7 @@ def make_facts(
     revision: str | None,
     stop_ids: tuple[int, ...],
 ) -> TargetFacts:
-    """Sizes and names of a target, under one spelling for all"""
+    """Sizes and names of a target under one spelling for all families, digest of the weights included."""
     config, get = model.config, setting
     embedding: Any = model.get_input_embeddings()
     num_heads = config.num_attention_heads
@@ -82,9 +82,6 @@ def _digest(model: nn.Module, facts: TargetFacts, samples: int = 16) -> str:
     architecture = (facts.model_type, facts.vocab_size, facts.hidden_size, facts.num_layers, facts.num_heads)
     digest = hashlib.sha256(repr((*architecture, facts.num_kv_heads, facts.head_dim)).encode())
     for name, parameter in sorted(model.named_parameters()):
-        if parameter.is_meta:  # offloaded to disk by a device map
-            digest.update(f"{name}{tuple(parameter.shape)}".encode())
-            continue
         flat = parameter.detach().reshape(-1)
         where = torch.linspace(0, len(flat) - 1, min(samples, len(flat)), dtype=torch.float64).long()
         values = flat[where.to(flat.device)].float().cpu()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ class FrozenTarget:
     ) -> None:
         name = name or str(model.config.name_or_path)
         families.check_family(model.config, name)
+        check_one_device(parameter.device for parameter in model.parameters())
         self.model = model.requires_grad_(False).eval()
         self.tokenizer = tokenizer
         self.anatomy = families.find_anatomy(model, name)
@@ -48,7 +50,7 @@ class FrozenTarget:
 
     @property
     def device(self) -> torch.device:
-        """Where token ids go in, which is where the embedding is."""
+        """Where all weights are."""
         return self.embedding_weight.device
 
     @property
@@ -76,9 +78,8 @@ class FrozenTarget:
         return template or ""
 
     def to(self, device: torch.device | str) -> FrozenTarget:
-        """Move the weights; models spread by ``device_map`` stay where they are."""
-        if len({parameter.device for parameter in self.model.parameters()}) == 1:
-            self.model.to(device)
+        """Move the weights."""
+        self.model.to(device)
         return self
 
     def check_draft(self, config: DraftConfig) -> None:
@@ -166,8 +167,7 @@ class FrozenTarget:
         hidden = self.features(ids, positions, FeatureSpec(last_hidden=True)).last_hidden
         assert hidden is not None
         expected = self.model(input_ids=ids, position_ids=positions, use_cache=False).logits.float()
-        head = self.lm
-        error = _relative_error(head.logits(hidden.to(head.weight.device)).float(), expected.to(head.weight.device))
+        error = _relative_error(self.lm.logits(hidden).float(), expected)
         if error > self._tolerance:
             raise ValueError(
                 f"target: logits of {self.facts.name} (family {self.facts.model_type!r}) are not its language head "
@@ -198,6 +198,24 @@ class FrozenTarget:
     def _probe(self, length: int) -> tuple[Int[Tensor, "1 S"], Int[Tensor, "1 S"]]:
         positions = torch.arange(length, device=self.device)[None]
         return (positions * 37 + 3) % self.facts.vocab_size, positions
+
+
+def check_one_device(devices: Iterable[Any]) -> None:
+    """Refuse a model in parts.
+
+    Features, embedding and head meet in one step of training and in one round of decoding, and copies of the decoder
+    (cut for features, packed for decoding) would not move their inputs as accelerate's hooks on the original do.
+
+    Raises:
+        ValueError: there is more than one device; "disk" and "meta" (offloaded weights) count as devices.
+    """
+    names = sorted({f"cuda:{device}" if str(device).isdigit() else str(device) for device in devices})
+    if len(names) > 1:
+        raise ValueError(
+            f"target.device_map: it spreads the target over {', '.join(names)}, but features, embedding and language "
+            "head are needed on one device. Name one (target.device_map={'': 0}, or target.device=cuda), load a "
+            "smaller dtype (target.dtype=bfloat16), or choose a smaller target."
+        )
 
 
 def _relative_error(found: Tensor, expected: Tensor) -> float:

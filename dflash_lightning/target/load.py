@@ -12,7 +12,7 @@ from huggingface_hub import hf_hub_download
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from dflash_lightning.target.families import check_family, check_structure
-from dflash_lightning.target.frozen import FrozenTarget
+from dflash_lightning.target.frozen import FrozenTarget, check_one_device
 from dflash_lightning.target.gguf import cached_folder, check_gguf_extra, dequantise, is_complete, read
 
 DTYPES = ("float32", "bfloat16", "float16", "auto")
@@ -51,15 +51,17 @@ def load_target(
 
     ``source`` is a folder, a hub id, a GGUF file (local, or ``owner/repo/file.gguf`` on the hub) or
     ``package://<python package>/<file.gguf>``. ``attn_implementation`` null is the family's default: sdpa where it has
-    that, else eager (Gemma 2, GPT-OSS). ``device_map`` replaces ``device``. ``dtype`` "auto" is the checkpoint's own.
+    that, else eager (Gemma 2, GPT-OSS). ``device_map`` replaces ``device``; it may name or choose one device only.
+    ``dtype`` "auto" is the checkpoint's own.
 
     Raises:
-        ValueError: nothing is there, an optional package is missing, the family cannot work (found from the
-        configuration,
-            before weights are loaded), or the start-up self-check fails.
+        ValueError: nothing is there, an optional package is missing, ``device_map`` means several devices, the family
+            cannot work (found from the configuration, before weights are loaded), or the start-up self-check fails.
     """
     if dtype not in DTYPES:
         raise ValueError(f"target.dtype: {dtype!r} is unknown. Use one of {list(DTYPES)}.")
+    if isinstance(device_map, dict):
+        check_one_device(device_map.values())
     where = locate(source)
     keywords: dict[str, Any] = {"dtype": "auto" if dtype == "auto" else getattr(torch, dtype)}
     if attn_implementation is not None:

@@ -92,6 +92,37 @@ def test_files_of_another_kind_folders_without_config_and_unknown_dtypes_are_ref
         load_target(str(tmp_path), dtype="fp32")
 
 
+@pytest.mark.parametrize("device_map", [{"model": 0, "lm_head": 1}, {"model": "cuda:0", "lm_head": "disk"}])
+def test_a_map_of_several_devices_is_refused_before_weights_load(
+    folder: Path, device_map: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *a, **kw: pytest.fail("weights were asked for"))
+    with pytest.raises(ValueError, match=r"target.device_map: .* over cuda:0, (cuda:1|disk), but .* on one device"):
+        load_target(str(folder), device_map=device_map)
+
+
+def test_a_map_that_turns_out_to_need_several_devices_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ "auto" is resolved by transformers, which leaves what does not fit in memory on another device."""
+    from_pretrained = AutoModelForCausalLM.from_pretrained
+
+    def spread(*args: object, device_map: str, **kwargs: object) -> object:
+        assert device_map == "auto"
+        model = from_pretrained(*args, **kwargs)
+        model.lm_head.to("meta")
+        return model
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", spread)
+    with pytest.raises(ValueError, match=r"target.device_map: it spreads the target over cpu, meta, but"):
+        load_target(str(folder), device_map="auto")
+
+
+@pytest.mark.parametrize("device_map", [{"": "cpu"}, "cpu"])
+def test_a_map_of_one_device_loads_as_a_device_does(folder: Path, device_map: object) -> None:
+    pytest.importorskip("accelerate", reason="pip install dflash-lightning[gguf]")
+    target = load_target(str(folder), device_map=device_map)
+    assert target.facts == load_target(str(folder)).facts and target.device == torch.device("cpu")
+
+
 def test_a_gguf_file_without_its_packages_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "model.gguf").touch()
     monkeypatch.setattr(gguf_module, "_NEEDED", ("gguf", "package-that-is-not-installed"))
