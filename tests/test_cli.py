@@ -22,6 +22,7 @@ from dflash_lightning.callbacks import AtomicCheckpointIO
 from dflash_lightning.cli import main
 from dflash_lightning.commands.drafts import find_draft
 from dflash_lightning.commands.generate import TokenStream
+from dflash_lightning.decoding.evaluation import Evaluator
 from dflash_lightning.model import save_draft
 from dflash_lightning.module import DraftModule
 
@@ -300,6 +301,46 @@ def test_run_without_a_step_fails(here: Path, capsys: pytest.CaptureFixture[str]
 def test_run_that_changes_no_parameter_fails(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fit", *SMOKE, "run_dir=runs/still", "trainer.max_epochs=1", "optim.lr=1e-30"]) == 1
     assert "changed no parameter of the drafter" in capsys.readouterr().err
+
+
+def test_run_that_was_killed_in_its_last_evaluation_is_finished_by_the_same_command(
+    here: Path, trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The final weights are evaluated, and are the best checkpoint if they are the best: here every evaluation is."""
+    calls = {"count": 0}
+    evaluate = Evaluator.__call__
+
+    def killed(self: Evaluator) -> Any:
+        calls["count"] += 1
+        if calls["count"] == 3:  # before training, epoch 0, epoch 1
+            raise SystemExit
+        found = evaluate(self)
+        found.stats.committed += found.stats.rounds * calls["count"]
+        return found
+
+    monkeypatch.setattr(Evaluator, "__call__", killed)
+    arguments = ["fit", *SMOKE, "run_dir=runs/killed"]
+    assert main(arguments) == 130
+    assert main(arguments) == 0
+    assert calls["count"] == 4
+    state, uncut = (json.loads((run / "run.json").read_text()) for run in (Path("runs/killed"), trained))
+    assert state["finished"] and state["optimizer_steps"] == uncut["optimizer_steps"]
+    assert state["tau"] == pytest.approx(uncut["tau"] + 4)
+    best = torch.load("runs/killed/checkpoints/best.ckpt", weights_only=True)
+    assert best["global_step"] == state["optimizer_steps"]
+
+
+def test_run_that_diverged_fails_and_says_what_to_try(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step = DraftModule.training_step
+    monkeypatch.setattr(DraftModule, "training_step", lambda self, *rest: step(self, *rest) * float("nan"))
+    arguments = ["fit", *SMOKE, "run_dir=runs/nan", "~callbacks.speculative_eval", "callbacks=[checkpoint_last]"]
+    arguments = [a for a in arguments if "prompts" not in a]
+    assert main(arguments) == 1
+    error = capsys.readouterr().err
+    assert "the run diverged" in error and "optim.lr" in error
+    assert not json.loads(Path("runs/nan/run.json").read_text())["finished"]
 
 
 def test_full_disk_is_one_error_and_the_run_can_go_on(

@@ -8,10 +8,14 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from omegaconf import DictConfig
 
+from dflash_lightning.callbacks import SpeculativeEval
 from dflash_lightning.recipe import Parts, build_recipe, check_recipe, load_recipe
 from dflash_lightning.run import RunFolder
 
@@ -63,21 +67,54 @@ def _decide(folder: RunFolder, cfg: DictConfig, fresh: bool) -> str | None:
 
 
 class _StartingStep(Callback):
-    """Notes the optimizer step at which this process began to train."""
+    """Notes the optimizer step at which this process began to train; null when no step was left to make."""
 
-    step = 0
+    step: int | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.step = trainer.global_step
 
 
+class _MissingEvaluation(Callback):
+    """Evaluates the final weights if nobody has: a run that was killed in its last evaluation is resumed to its end.
+
+    Training is over then, so Lightning calls no training hook, and has moved the module to the CPU already.
+    """
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        missing = [e for e in trainer.callbacks if isinstance(e, SpeculativeEval) and _is_due(e, trainer)]  # type: ignore[attr-defined]
+        if not missing:
+            return
+        pl_module.to(trainer.strategy.root_device)
+        for evaluation in missing:
+            evaluation.evaluate_now(trainer, pl_module)
+        for checkpoint in trainer.checkpoint_callbacks:
+            if isinstance(checkpoint, ModelCheckpoint) and str(checkpoint.monitor).startswith("decode/"):
+                checkpoint.on_train_epoch_end(trainer, pl_module)
+        pl_module.cpu()
+
+
+def _is_due(evaluation: SpeculativeEval, trainer: Trainer) -> bool:
+    """Whether the final weights should have been evaluated and were not."""
+    step, period = trainer.global_step, evaluation.every_n_steps
+    if trainer.fast_dev_run or step == 0 or (period is not None and step % period):  # type: ignore[attr-defined]
+        return False
+    return not evaluation.history or evaluation.history[-1]["step"] != step
+
+
 def _run(parts: Parts, folder: RunFolder, resume: str) -> int | None:
-    """Fit; the optimizer step it started from, or null when it was interrupted."""
+    """Fit; the optimizer step it started from, or null when it was interrupted.
+
+    Raises:
+        ValueError: Lightning refuses the trainer's settings for this run.
+    """
     begin = _StartingStep()
-    parts.trainer.callbacks.insert(0, begin)  # type: ignore[attr-defined]
+    parts.trainer.callbacks[:0] = [begin, _MissingEvaluation()]  # type: ignore[attr-defined]
     clock = time.monotonic()
     try:
         parts.trainer.fit(parts.module, datamodule=parts.data, ckpt_path=resume or None)
+    except MisconfigurationException as error:
+        raise ValueError(f"trainer: {error}") from error
     except (KeyboardInterrupt, SystemExit):  # Lightning ends the process on Ctrl-C and on SIGTERM
         saved = f"{folder.last} is kept" if folder.last.exists() else "there is no checkpoint yet"
         again = "goes on from there" if folder.last.exists() else "starts again"
@@ -86,26 +123,43 @@ def _run(parts: Parts, folder: RunFolder, resume: str) -> int | None:
     finally:
         if _is_main():
             folder.add_minutes((time.monotonic() - clock) / 60)
-    return begin.step
+    return parts.trainer.global_step if begin.step is None else begin.step
 
 
 def _conclude(parts: Parts, folder: RunFolder, started: int) -> int:
-    """Refuse to call a run that trained nothing a success; mark it finished otherwise."""
-    steps = parts.trainer.global_step
-    changed = parts.module.changed_parameters() if steps > started else 0
-    problem = ""
-    if steps == 0:
-        problem = "no optimizer step was made. See trainer.max_epochs, trainer.max_steps and the data"
-    elif steps > started and changed == 0:
-        problem = f"{steps - started} optimizer steps changed no parameter of the drafter: see optim.lr and the loss"
+    """Refuse to call a run that trained nothing, or that diverged, a success; mark it finished otherwise."""
+    problem = _problem(parts, started)
     if problem:
-        print(f"dflash: the run trained nothing: {problem}", file=sys.stderr)
+        print(f"dflash: {problem}", file=sys.stderr)
         return 1
     if _is_main():
+        steps = parts.trainer.global_step
         tau = parts.trainer.callback_metrics.get("decode/tau")
-        folder.finish(optimizer_steps=steps, tau=None if tau is None else float(tau))
+        facts = {} if tau is None else {"tau": float(tau)}
+        folder.finish(optimizer_steps=steps, **facts)
         print(f"finished after {steps} optimizer steps. Next: {_next(folder)}")
     return 0
+
+
+def _problem(parts: Parts, started: int) -> str:
+    """Why a run that came to its end is no success; empty when it is one."""
+    steps = parts.trainer.global_step
+    if steps == 0:
+        return "the run trained nothing: no optimizer step was made. See trainer.max_epochs, trainer.max_steps and the data"
+    parameters = dict(parts.module.draft_model.named_parameters())
+    broken = [name for name, value in parameters.items() if not torch.isfinite(value).all()]
+    if broken:
+        return (
+            f"the run diverged: {len(broken)} of {len(parameters)} parameters of the drafter hold NaN or infinity "
+            f"({broken[0]} is the first). Start anew (--fresh) with a lower optim.lr, a longer warm-up "
+            "(optim.warmup_fraction), or trainer.precision=32-true"
+        )
+    if steps > started and parts.module.changed_parameters() == 0:
+        return (
+            f"the run trained nothing: {steps - started} optimizer steps changed no parameter of the drafter: "
+            "see optim.lr and the loss"
+        )
+    return ""
 
 
 def _next(folder: RunFolder) -> str:
