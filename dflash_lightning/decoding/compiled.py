@@ -9,6 +9,10 @@ from typing import Any
 
 import torch
 from torch._dynamo.exc import BackendCompilerFailed
+from torch._inductor.exc import GPUTooOldForTriton, TritonMissing
+
+# Dynamo wraps what a backend raises in the first of these, except for the other two, which it hands on as they are.
+CANNOT_COMPILE = (BackendCompilerFailed, TritonMissing, GPUTooOldForTriton)
 
 
 class GraphCounter:
@@ -41,11 +45,17 @@ class GraphCounter:
         return torch.compile(own, backend=self._backend, fullgraph=True, dynamic=False)
 
 
-def warn_uncompiled(error: BackendCompilerFailed) -> None:
-    """Say once that decoding goes on without compilation, and why."""
-    reason = str(error).strip().splitlines()[0]
+def warn_uncompiled(error: Exception) -> None:
+    """Say once that decoding goes on without compilation, why, and what would help."""
+    cause = error.inner_exception if isinstance(error, BackendCompilerFailed) else error
+    reason = f"{type(cause).__name__}: {cause}".strip().splitlines()[0]
+    help_by_kind = {
+        TritonMissing: "Install Triton (it comes with PyTorch's CUDA packages)",
+        GPUTooOldForTriton: "Use a GPU of compute capability 7.0 or newer",
+    }
+    advice = help_by_kind.get(type(error), "Install a C++ compiler (for example g++)")
     warnings.warn(
         f"The draft step could not be compiled and runs uncompiled, which is slower ({reason}). "
-        "Install a C++ compiler (for example g++), or pass decoding.compile=false to silence this.",
+        f"{advice}, or pass decoding.compile=false to silence this.",
         stacklevel=2,
     )

@@ -8,9 +8,8 @@ from collections.abc import Callable
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch._dynamo.exc import BackendCompilerFailed
 
-from dflash_lightning.decoding.compiled import GraphCounter, warn_uncompiled
+from dflash_lightning.decoding.compiled import CANNOT_COMPILE, GraphCounter, warn_uncompiled
 from dflash_lightning.decoding.head import DecodingHead
 from dflash_lightning.decoding.proposer import Proposer
 from dflash_lightning.decoding.types import Scores
@@ -79,7 +78,7 @@ class DraftProposer(Proposer):
         self.keep.zero_()
         try:
             self._make_steps()
-        except BackendCompilerFailed as error:
+        except CANNOT_COMPILE as error:
             warn_uncompiled(error)
             self.compiled = False
             self._make_steps()
@@ -127,7 +126,7 @@ class DraftProposer(Proposer):
 
 
 def _decode_copy(draft: DraftModel, target: FrozenTarget) -> DraftModel:
-    """``draft`` in the target's dtype and on its device, without gradients. Buffers (rotary) keep their dtype."""
+    """``draft`` in the target's dtype and on its device, without gradients; its one buffer holds token ids."""
     model = copy.deepcopy(draft).eval().requires_grad_(False)
     model.to(device=target.device)
     for parameter in model.parameters():

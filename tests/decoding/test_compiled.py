@@ -5,9 +5,12 @@ import warnings
 
 import pytest
 import torch
+from torch._dynamo.exc import BackendCompilerFailed
+from torch._inductor.exc import GPUTooOldForTriton, TritonMissing
 from torch._inductor.utils import fresh_inductor_cache
 
 from dflash_lightning.decoding import SpeculativeDecoder
+from dflash_lightning.decoding.compiled import GraphCounter
 
 pytestmark = pytest.mark.compiled
 PROMPTS = [[5, 9, 3, 200, 17], [44], [(37 * i) % 250 for i in range(70)]]
@@ -74,6 +77,36 @@ def test_without_a_compiler_decoding_goes_on_uncompiled_and_says_so_once(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         decoder.decode(PROMPTS[:1], max_new_tokens=9, stop_ids=())
+
+
+class _OldDevice:
+    name, major, minor = "Tesla P100", 6, 0
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (TritonMissing(None), "working triton installation.*Install Triton"),
+        (GPUTooOldForTriton(_OldDevice(), None), "P100 which is too old.*compute capability 7.0"),
+        (BackendCompilerFailed(None, ValueError("no"), None), "ValueError: no.*Install a C\\+\\+ compiler"),
+        (RuntimeError("no"), "RuntimeError: no.*Install a C\\+\\+ compiler"),
+    ],
+)
+def test_every_way_a_backend_gives_up_leaves_decoding_running(
+    error, message, make_target, make_draft, plain_generate, monkeypatch
+) -> None:
+    """What the backend raises comes through dynamo: wrapped, or bare where it is Triton's."""
+
+    def backend(self, graph, inputs):
+        raise error
+
+    monkeypatch.setattr(GraphCounter, "_backend", backend)
+    target = make_target("llama")
+    decoder = SpeculativeDecoder(target, make_draft(target), max_length=64)
+    with pytest.warns(UserWarning, match=f"(?s){message}"):
+        result = decoder.decode(PROMPTS[:1], max_new_tokens=9, stop_ids=())
+    assert result.generations[0].output_ids == plain_generate(target, PROMPTS[0], 9, ())
+    assert result.stats.compiled is False
 
 
 def test_plain_decoding_is_not_slower_than_generate(make_target, plain_generate) -> None:
