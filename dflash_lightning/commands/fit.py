@@ -145,7 +145,7 @@ def _problem(parts: Parts, started: int) -> str:
     """Why a run that came to its end is no success; empty when it is one."""
     steps = parts.trainer.global_step
     if steps == 0:
-        return "the run trained nothing: no optimizer step was made. See trainer.max_epochs, trainer.max_steps and the data"
+        return "the run trained nothing: no optimizer step was made. See trainer.max_epochs, max_steps and the data"
     parameters = dict(parts.module.draft_model.named_parameters())
     broken = [name for name, value in parameters.items() if not torch.isfinite(value).all()]
     if broken:
