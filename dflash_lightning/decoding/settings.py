@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from dflash_lightning.decoding.decoder import SpeculativeDecoder
+from dflash_lightning.decoding.decoder import SpeculativeDecoder, resolve_verifier
 from dflash_lightning.decoding.sampling import SamplingSpec
 from dflash_lightning.model import DraftModel
 from dflash_lightning.target import FrozenTarget
@@ -34,6 +34,17 @@ class DecodingSettings:
             raise ValueError(f"decoding.max_new_tokens: {self.max_new_tokens} decodes nothing. Use 1 or more.")
         if self.batch_size < 1:
             raise ValueError(f"decoding.batch_size: {self.batch_size} is no batch. Use 1 or more.")
+        try:
+            sampling = self.sampling
+        except ValueError as error:
+            raise ValueError(str(error).replace("sampling.", "decoding.", 1)) from None
+        for name in ("top_k", "top_p"):
+            if sampling.greedy and getattr(self, name) is not None:
+                raise ValueError(
+                    f"decoding.{name}: {getattr(self, name)} would be ignored at temperature 0, which takes the "
+                    f"likeliest token. Remove {name}, or set a temperature above 0."
+                )
+        resolve_verifier(self.verifier, sampling)
 
     @property
     def sampling(self) -> SamplingSpec:
@@ -42,8 +53,8 @@ class DecodingSettings:
 
     @property
     def repeatable(self) -> bool:
-        """Whether drafted output equals plain output token for token: always, unless drafts are judged by rejection."""
-        return self.verifier in ("greedy", "match") or (self.verifier == "auto" and self.temperature == 0.0)
+        """Whether drafted output equals plain output token for token: always, unless draws are judged by rejection."""
+        return self.temperature == 0.0 or self.verifier == "match"
 
     def make_decoder(
         self, target: FrozenTarget, draft: DraftModel | None, *, longest_prompt: int
