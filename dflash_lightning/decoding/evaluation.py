@@ -2,14 +2,36 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
+
+import torch
 
 from dflash_lightning.decoding.decoder import DecodeResult, SpeculativeDecoder
 from dflash_lightning.decoding.settings import DecodingSettings
 from dflash_lightning.decoding.stats import DecodeStats
 from dflash_lightning.model import DraftModel
 from dflash_lightning.target import FrozenTarget
+from dflash_lightning.types import FeatureSpec
+
+_SHOWN_DIFFERENCES = 4
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where a drafted output first leaves the plain one, and how near a tie the target's choice was there.
+
+    ``token`` counts from 0 in the output. ``logit_gap`` is the target's largest logit minus its second largest after
+    the text that both outputs share: rounding may decide where it is tiny. Null where the choice was a draw.
+    """
+
+    prompt: int
+    token: int
+    logit_gap: float | None
+
+    def __str__(self) -> str:
+        gap = "drawn" if self.logit_gap is None else f"logit gap {self.logit_gap:.2g}"
+        return f"prompt {self.prompt} at token {self.token} ({gap})"
 
 
 @dataclass
@@ -18,7 +40,9 @@ class Evaluation:
 
     ``stats`` covers every prompt; ``checked`` the same drafter on the checked prompts only, ``plain`` those prompts
     decoded through the same loop without drafts. ``identical`` of ``num_checked`` outputs equal the plain ones token
-    for token; where sampling goes by rejection, outputs need not be equal and ``num_checked`` is 0.
+    for token; where sampling goes by rejection, outputs need not be equal and ``num_checked`` is 0. In float32 they
+    must be identical; lower precisions round one token and a block of tokens differently, so that near ties may fall
+    either way (field report F062). ``differences`` and ``outputs`` (of all prompts, in their order) are this rank's.
     """
 
     stats: DecodeStats
@@ -26,11 +50,19 @@ class Evaluation:
     plain: DecodeStats
     identical: int
     num_checked: int
+    dtype: str = "float32"
+    differences: list[Difference] = field(default_factory=list)
+    outputs: list[list[int]] = field(default_factory=list)
 
     @property
     def lossless(self) -> bool | None:
         """Whether every checked output is the plain one; null where nothing was checked."""
         return self.identical == self.num_checked if self.num_checked else None
+
+    @property
+    def broken(self) -> bool:
+        """Whether outputs differ that must not: identity is promised in float32 only."""
+        return self.lossless is False and self.dtype == "float32"
 
     @property
     def speedup(self) -> float:
@@ -63,6 +95,7 @@ class Evaluation:
             "lossless": self.lossless,
             "checked_prompts": self.num_checked,
             "identical_prompts": self.identical,
+            "differences": [asdict(difference) for difference in self.differences],
             "speedup_over_plain": self.speedup,
             "plain_s_per_token": self.plain.s_per_token(),
         }
@@ -84,12 +117,22 @@ class Evaluation:
             f"commit {stats.stage_ms('commit'):.1f}  {'compiled' if stats.compiled else 'not compiled'}",
         ]
         if self.checked.generated:
-            lossless = {True: "yes", False: "NO", None: "not comparable (rejection sampling)"}[self.lossless]
             lines.append(
-                f"  against plain decoding  {self.speedup:.2f}x faster, lossless: {lossless} "
+                f"  against plain decoding  {self.speedup:.2f}x faster, lossless: {self._verdict()} "
                 f"({self.identical} of {self.num_checked} outputs identical)"
             )
+        if self.differences:
+            shown = "; ".join(map(str, self.differences[:_SHOWN_DIFFERENCES]))
+            more = len(self.differences) - _SHOWN_DIFFERENCES
+            lines.append(f"  first differences     {shown}" + (f"; and {more} more" if more > 0 else ""))
         return "\n".join(lines)
+
+    def _verdict(self) -> str:
+        if self.lossless is None:
+            return "not comparable (rejection sampling)"
+        if self.lossless:
+            return "yes"
+        return "NO" if self.broken else f"up to rounding of {self.dtype}"
 
 
 class Evaluator:
@@ -129,17 +172,47 @@ class Evaluator:
         drafts = self.draft.alignment.num_drafts
         empty = DecodeStats(drafts)
         if not self.prompts:
-            return Evaluation(empty, empty, DecodeStats(0), 0, 0)
+            return self._found(empty, empty, DecodeStats(0), [])
         checked = self._decode(decoder, slice(0, n)) if n else None
         rest = self._decode(decoder, slice(n, None)) if n < len(self.prompts) else None
         stats = sum((result.stats for result in (checked, rest) if result is not None), start=empty)
+        parts = [result for result in (checked, rest) if result is not None]
+        outputs = [generation.output_ids for result in parts for generation in result.generations]
         if checked is None:
-            return Evaluation(stats, empty, DecodeStats(0), 0, 0)
+            return self._found(stats, empty, DecodeStats(0), outputs)
         plain = self._decode_plainly(n)
-        comparable = self.settings.repeatable
-        pairs = zip(checked.generations, plain.generations, strict=True)
-        identical = sum(a.output_ids == b.output_ids for a, b in pairs) if comparable else 0
-        return Evaluation(stats, checked.stats, plain.stats, identical, n if comparable else 0)
+        expected = [generation.output_ids for generation in plain.generations] if self.settings.repeatable else []
+        return self._found(stats, checked.stats, plain.stats, outputs, expected)
+
+    def _found(
+        self,
+        stats: DecodeStats,
+        checked: DecodeStats,
+        plain: DecodeStats,
+        outputs: list[list[int]],
+        expected: list[list[int]] | None = None,
+    ) -> Evaluation:
+        """``expected`` are the plain outputs that the first of ``outputs`` must equal."""
+        expected = expected or []
+        differing = [i for i, output in enumerate(expected) if outputs[i] != output]
+        return Evaluation(
+            stats,
+            checked,
+            plain,
+            identical=len(expected) - len(differing),
+            num_checked=len(expected),
+            dtype=str(self.target.dtype).removeprefix("torch."),
+            differences=[self._difference(i, outputs[i], expected[i]) for i in differing],
+            outputs=outputs,
+        )
+
+    def _difference(self, number: int, output: list[int], expected: list[int]) -> Difference:
+        shorter = min(len(output), len(expected))
+        token = next((i for i in range(shorter) if output[i] != expected[i]), shorter)
+        gap = None
+        if self.settings.sampling.greedy:
+            gap = _logit_gap(self.target, self.prompts[number] + expected[:token])
+        return Difference(self.request_ids[number], token, gap)
 
     def _decode_plainly(self, n: int) -> DecodeResult:
         if self._plain is None:
@@ -154,3 +227,14 @@ class Evaluator:
             stop_ids=self.target.stop_ids,
             request_ids=self.request_ids[which],
         )
+
+
+def _logit_gap(target: FrozenTarget, text: list[int]) -> float:
+    """The target's largest logit after ``text`` minus its second largest; one forward over the text."""
+    ids = torch.tensor([text])
+    hidden = target.features(ids, torch.arange(len(text))[None], FeatureSpec(last_hidden=True)).last_hidden
+    assert hidden is not None
+    head = target.lm
+    with torch.no_grad(), torch.autocast(target.device.type, enabled=False):
+        best, second = head.logits(hidden[0, -1].to(head.weight.device)).float().topk(2).values.tolist()
+    return best - second
