@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -116,10 +117,12 @@ class _TrainingContext(ContextState):
     states: Float[Tensor, "B S H"]
     position_ids: Int[Tensor, "B S"]
     layout: BlockLayout
+    masks: dict[Any, Any] = field(default_factory=dict)
 
     def sources(self, layer: int, project: ContextProjection) -> list[KVSource]:
         k, v = project(self.states, self.position_ids)
-        return [KVSource(k, v, self.layout.context_start, self.layout.context_end, self.layout.anchors)]
+        layout = self.layout
+        return [KVSource(k, v, layout.context_start, layout.context_end, layout.anchors, self.masks)]
 
 
 @dataclass

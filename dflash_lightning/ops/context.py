@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -20,7 +21,10 @@ class KVSource:
 
     Block ``n`` of row ``b`` sees rows ``start[b, n] <= j < end[b, n]``. Keys are normed and rotated already. A layer
     with a sliding window narrows the interval itself, per slot: row ``j`` is ``slot_row[b, n] + i - j`` positions away
-    from slot ``i``, where ``slot_row`` is the row that slot 0 would have.
+    from slot ``i``, where ``slot_row`` is the row that slot 0 would have. ``end`` is at most S.
+
+    ``masks`` is where attention keeps what it made of these intervals for the other layers of the same step; null where
+    every layer makes it anew.
     """
 
     k: Float[Tensor, "B S Hkv D"]
@@ -28,6 +32,7 @@ class KVSource:
     start: Int[Tensor, "B N"]
     end: Int[Tensor, "B N"]
     slot_row: Int[Tensor, "B N"]
+    masks: dict[Any, Any] | None = None
 
 
 # A drafter layer's own way of turning context states [B, R, H] at positions [B, R] into keys and values

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from dflash_lightning.ops.context import KVSource
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+Span = tuple[Int[Tensor, "B Q"], Int[Tensor, "B Q"]]  # per slot: first column seen, first one not seen any more
+
+# Compiled once per process. A second shape makes them general in it: two compilations, whatever shapes follow.
 _compiled_flex_attention = torch.compile(flex_attention)
+_compiled_create_block_mask = torch.compile(create_block_mask)
 
 
 def flex_block_attention(
@@ -35,38 +40,74 @@ def flex_block_attention(
     columns_k = torch.cat([*keys, k_own.flatten(1, 2)], dim=1).transpose(1, 2)
     columns_v = torch.cat([*values, v_own.flatten(1, 2)], dim=1).transpose(1, 2)
     rows = q.flatten(1, 2).transpose(1, 2)
-    mask_mod = make_mask_mod(sources, [k.shape[1] for k in keys], block_size, causal=causal, window=window)
-    mask = create_block_mask(
-        mask_mod, batch, None, rows.shape[2], columns_k.shape[2], device=str(q.device), _compile=q.is_cuda
-    )
+    mask = _find_mask(sources, q, causal=causal, window=window)
     attend = _compiled_flex_attention if q.is_cuda else flex_attention
-    out = attend(rows, columns_k, columns_v, block_mask=mask, scale=scale, enable_gqa=num_heads != columns_k.shape[1])
+    with torch.autocast(q.device.type, enabled=False):
+        out = attend(
+            rows, columns_k, columns_v, block_mask=mask, scale=scale, enable_gqa=num_heads != columns_k.shape[1]
+        )
     return out.transpose(1, 2).reshape(batch, num_blocks, block_size, num_heads, head_dim)
 
 
-def make_mask_mod(
-    sources: Sequence[KVSource], lengths: Sequence[int], block_size: int, *, causal: bool, window: int | None
-) -> MaskMod:
-    """Whether slot row ``q`` (flat over blocks) of batch row ``b`` sees column ``c``; ``block_attention``'s rule."""
+def _find_mask(sources: Sequence[KVSource], q: Tensor, *, causal: bool, window: int | None) -> BlockMask:
+    """The mask of these intervals and this pattern: made for the first layer of a step, found by the others."""
+    intervals = [x for source in sources for x in (source.start, source.end, source.slot_row)]
+    lengths = [source.k.shape[1] for source in sources]
+    key = (causal, window, *q.shape[:3], *lengths, *map(id, intervals))
+    masks = sources[0].masks if sources else None
+    if masks is None:
+        return make_mask(sources, q, causal=causal, window=window)
+    if key not in masks:
+        # The intervals are kept with the mask, so that their ids cannot come to mean other tensors.
+        masks[key] = (make_mask(sources, q, causal=causal, window=window), intervals)
+    return masks[key][0]
+
+
+def make_mask(sources: Sequence[KVSource], q: Tensor, *, causal: bool, window: int | None) -> BlockMask:
+    """Which tiles of [N*K slots, columns] anybody sees; on CUDA without a tensor of that size."""
+    batch, num_blocks, block_size = q.shape[:3]
+    spans = visible_spans(sources, q, causal=causal, window=window)
+    num_slots = num_blocks * block_size
+    num_columns = num_slots + sum(source.k.shape[1] for source in sources)
+    create: Callable[..., Any] = _compiled_create_block_mask if q.is_cuda else create_block_mask
+    return create(make_mask_mod(spans), batch, None, num_slots, num_columns, device=str(q.device))
+
+
+def make_mask_mod(spans: Sequence[Span]) -> MaskMod:
+    """Whether slot ``q`` (flat over blocks) of batch row ``b`` sees column ``c``.
+
+    All that differs from batch to batch is in tensors: a Python number in here would be compiled in, and every new
+    length would be compiled again.
+    """
 
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, c: Tensor) -> Tensor:
-        block, slot = q // block_size, q % block_size
-        seen = torch.zeros_like(c, dtype=torch.bool) & (q < 0)
-        first = 0
-        for source, length in zip(sources, lengths, strict=True):
-            row = c - first
-            inside = (row >= source.start[b, block]) & (row < source.end[b, block]) & (row < length)
-            if window is not None:
-                inside = inside & (source.slot_row[b, block] + slot - row < window)
-            seen = seen | inside
-            first += length
-        column = c - first
-        distance = slot - column % block_size
-        own = (column >= 0) & (column // block_size == block)
-        if causal:
-            own = own & (distance >= 0)
-        if window is not None:
-            own = own & (distance.abs() < window)
-        return seen | own
+        seen = c < 0
+        for first, last in spans:
+            seen = seen | ((c >= first[b, q]) & (c < last[b, q]))
+        return seen
 
     return mask_mod
+
+
+def visible_spans(sources: Sequence[KVSource], q: Tensor, *, causal: bool, window: int | None) -> list[Span]:
+    """The columns each slot sees, as one span per source and one for its own block; ``block_attention``'s rule."""
+    batch, num_blocks, block_size = q.shape[:3]
+    shape = (batch, num_blocks, block_size)
+    slots = torch.arange(block_size, device=q.device)
+    spans, offset = [], 0
+    for source in sources:
+        first, last = source.start[..., None], source.end[..., None]  # end <= S, so no source reaches into the next
+        if window is not None:
+            first = torch.maximum(first, source.slot_row[..., None] + slots - window + 1)
+        spans.append((first + offset, last + offset))
+        offset += source.k.shape[1]
+    low = torch.zeros_like(slots) if window is None else (slots - window + 1).clamp(min=0)
+    high = torch.full_like(slots, block_size) if window is None else (slots + window).clamp(max=block_size)
+    if causal:
+        high = slots + 1
+    blocks = (torch.arange(num_blocks, device=q.device) * block_size + offset)[:, None]
+    spans.append((blocks + low, blocks + high))
+    return [
+        (first.expand(shape).flatten(1).contiguous(), last.expand(shape).flatten(1).contiguous())
+        for first, last in spans
+    ]

@@ -2,11 +2,14 @@
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
 
 from dflash_lightning.ops import block_attention as module
+from dflash_lightning.ops import flex_block_attention as flex_module
 from dflash_lightning.ops.block_attention import block_attention
 from dflash_lightning.ops.context import KVSource
-from dflash_lightning.ops.flex_block_attention import flex_block_attention
+from dflash_lightning.ops.flex_block_attention import flex_block_attention, make_mask_mod, visible_spans
 
 CASES = [(False, None), (True, None), (False, 4), (True, 4), (False, 1), (True, 100)]
 
@@ -95,6 +98,84 @@ def test_flex_attention_sees_what_the_portable_path_sees(causal, window):
     with torch.no_grad():
         flex = flex_block_attention(q, k_own, v_own, kv[::2], kv[1::2], sources, **args)
         torch.testing.assert_close(flex, block_attention(q, k_own, v_own, sources, **args), rtol=0, atol=2e-6)
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize(("causal", "window"), CASES)
+@pytest.mark.parametrize("source_heads", [(), (2,), (2, 4)])
+def test_the_mask_function_of_flex_is_the_dense_mask(causal, window, source_heads):
+    q, _, _, sources = make_case(source_heads=source_heads)
+    q = q if sources else q[:1]
+    spans = visible_spans(sources, q, causal=causal, window=window)
+    slots, columns = 15, 15 + 20 * len(sources)
+    mask = create_mask(make_mask_mod(spans), len(q), None, slots, columns, device="cpu")
+    assert torch.equal(mask[:, 0], dense_mask(sources, 5, 3, causal, window))
+
+
+@pytest.mark.compiled
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+def test_a_mask_is_made_once_per_step_and_pattern(monkeypatch):
+    """Layers hand in the same intervals with keys of their own; another pattern or batch needs another mask."""
+    made = []
+    create = flex_module.create_block_mask
+    monkeypatch.setattr(flex_module, "create_block_mask", lambda *a, **kw: made.append(a) or create(*a, **kw))
+    _, _, _, (first,) = make_case(dtype=torch.float32)
+
+    def step(start, patterns):
+        masks = {}
+        for seed, (causal, window) in enumerate(patterns):
+            q, k_own, v_own, sources = make_case(dtype=torch.float32, seed=seed)
+            q, k_own, v_own, k, v = (x.detach() for x in leaves(q, k_own, v_own, sources))
+            source = KVSource(k, v, start, first.end, first.slot_row, masks)
+            args = dict(causal=causal, window=window, scale=0.5)
+            out = flex_block_attention(q, k_own, v_own, [source.k], [source.v], [source], **args)
+            expected = block_attention(q, k_own, v_own, [source], **args)
+            torch.testing.assert_close(out, expected, rtol=0, atol=2e-6)
+
+    with torch.no_grad():
+        step(first.start, [(False, None), (True, 4), (False, None), (True, 4)])
+        assert len(made) == 2
+        step(first.end - first.end.clamp(max=1), [(False, None), (False, None)])
+        assert len(made) == 3
+
+
+@pytest.mark.compiled
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+def test_new_shapes_and_patterns_are_compiled_a_fixed_number_of_times():
+    """What CUDA compiles, without a code generator: after the second shape nothing is compiled again."""
+    counters = {name: CompileCounterWithBackend("eager") for name in ("mask", "attention")}
+    torch._dynamo.reset()
+    create = torch.compile(create_block_mask, backend=counters["mask"])
+    attend = torch.compile(flex_attention, backend=counters["attention"])
+    counts = []
+    patterns = [(False, None), (True, None), (False, 4), (True, 4), (False, None)]
+    for (causal, window), (length, num_blocks) in zip(
+        patterns, [(256, 32), (384, 64), (512, 64), (640, 96), (128, 160)], strict=True
+    ):
+        anchors = torch.arange(num_blocks)[None] * 3 % (length - 1) + 1
+        anchors = anchors.sort().values
+        q, k, v = (torch.randn(1, num_blocks, 4, 2, 16) for _ in range(3))
+        source = KVSource(*(torch.randn(1, length, 2, 16) for _ in range(2)), anchors * 0, anchors, anchors)
+        spans = visible_spans([source], q, causal=causal, window=window)
+        with torch.no_grad():
+            mask = create(make_mask_mod(spans), 1, None, num_blocks * 4, length + num_blocks * 4, device="cpu")
+            k, v = (torch.cat([x, y.flatten(1, 2)], 1).transpose(1, 2) for x, y in ((source.k, k), (source.v, v)))
+            attend(q.flatten(1, 2).transpose(1, 2), k, v, block_mask=mask, scale=0.25)
+        counts.append([counter.frame_count for counter in counters.values()])
+    assert counts[1:] == [[2, 2]] * 4, counts
+
+
+@pytest.mark.parametrize(("causal", "window"), CASES)
+def test_one_training_block_per_row_learns_what_the_dense_oracle_learns(causal, window):
+    """A document with one anchor takes decoding's path, with gradients."""
+    q, k_own, v_own, sources = make_case(num_blocks=1, source_heads=(2, 4))
+    args = dict(causal=causal, window=window, scale=0.37)
+    inputs = leaves(q, k_own, v_own, sources)
+    outputs = [f(q, k_own, v_own, sources, **args) for f in (block_attention, dense_attention)]
+    weight = torch.randn(q.shape, dtype=q.dtype, generator=torch.Generator().manual_seed(1))
+    got, want = (torch.autograd.grad((out * weight).sum(), inputs) for out in outputs)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
 
 
 def visible_counts(anchors, length, block_size, causal, window):
