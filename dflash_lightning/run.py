@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import platform
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import torch
 from omegaconf import DictConfig, OmegaConf
 
 from dflash_lightning import __version__
@@ -19,6 +22,7 @@ from dflash_lightning.recipe_check import data_files
 from dflash_lightning.recipe_load import RECIPE_FILE, recipe_text
 
 STATE_FILE = "run.json"
+_PARTIAL = ".partial"
 LIBRARIES = ("torch", "lightning", "transformers", "tokenizers", "safetensors", "hydra-core", "omegaconf")
 
 
@@ -60,7 +64,8 @@ class RunFolder:
                 keys and files differ.
         """
         if not self.recipe.exists():
-            if self.path.exists() and any(self.path.iterdir()):
+            # What another rank is writing at this moment (a .partial file) makes the folder no other run's.
+            if self.path.exists() and any(not file.name.endswith(_PARTIAL) for file in self.path.iterdir()):
                 raise ValueError(
                     f"run_dir: {self.path} exists and is no run folder (it has no {RECIPE_FILE}). "
                     "Choose another with run_dir=FOLDER."
@@ -106,11 +111,44 @@ class RunFolder:
         self._write_state({**self.state, "train_minutes": self.state["train_minutes"] + minutes})
 
     def finish(self, **facts: Any) -> None:
-        """Mark the run as finished; ``facts`` go into ``run.json``."""
-        self._write_state({**self.state, "finished": True, **facts})
+        """Mark the run as finished now (``finished_at``, seconds since 1970); ``facts`` go into ``run.json``."""
+        self._write_state({**self.state, "finished": True, "finished_at": time.time(), **facts})
 
     def _write_state(self, state: dict[str, Any]) -> None:
-        _write(self.path / STATE_FILE, json.dumps(state, indent=2) + "\n")
+        _write(self.path / STATE_FILE, json_text(state))
+
+
+def json_text(tree: Any, *, indent: int | None = 2) -> str:
+    """``tree`` as JSON text with an end of line; NaN and infinities, which JSON does not have, become null."""
+    return json.dumps(_finite(tree), indent=indent, allow_nan=False) + "\n"
+
+
+def _finite(tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return {key: _finite(value) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [_finite(value) for value in tree]
+    return None if isinstance(tree, float) and not math.isfinite(tree) else tree
+
+
+def machine() -> dict[str, Any]:
+    """What a speed was measured on (field report F092): processor, threads and, where CUDA is usable, the GPU."""
+    return {
+        "cpu": _cpu_name(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "gpus": torch.cuda.device_count(),
+    }
+
+
+def _cpu_name() -> str:
+    """As the operating system calls it; Linux knows only the architecture, so its list of processors is read."""
+    listed = Path("/proc/cpuinfo")
+    for line in listed.read_text(encoding="utf-8").splitlines() if listed.exists() else ():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
 def versions() -> dict[str, str]:
@@ -154,6 +192,6 @@ def _leaves(tree: Any, where: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _write(path: Path, text: str) -> None:
-    partial = path.with_name(path.name + ".partial")
+    partial = path.with_name(path.name + _PARTIAL)
     partial.write_text(text, encoding="utf-8")
     os.replace(partial, path)
