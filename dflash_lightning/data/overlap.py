@@ -8,13 +8,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Overlap:
-    """Counts of n-grams (with multiplicity) and of samples that have any; ``shared`` of them occur in the reference."""
+    """Counts of n-grams (with multiplicity) and of samples that have any; ``shared`` of them occur in the reference.
+
+    ``reference_ngrams`` counts the different n-grams of the reference: where it is 0, nothing was compared.
+    """
 
     n: int
     ngrams: int
     shared_ngrams: int
     samples: int
     shared_samples: int
+    reference_ngrams: int
 
     @property
     def ngram_share(self) -> float:
@@ -45,6 +49,7 @@ def ngram_overlap(
         shared_ngrams=sum(shared for shared, _ in counts),
         samples=len(counts),
         shared_samples=sum(shared > 0 for shared, _ in counts),
+        reference_ngrams=len(known),
     )
 
 

@@ -10,6 +10,7 @@ def test_counts_ngrams_and_samples_that_occur_in_the_reference() -> None:
     overlap = ngram_overlap([[1, 2, 3, 1, 2], [3, 1, 9], [1]], [[0, 1, 2, 3], [4, 5]], n=2)
     assert (overlap.ngrams, overlap.shared_ngrams) == (6, 3)
     assert (overlap.samples, overlap.shared_samples) == (3, 1)
+    assert overlap.reference_ngrams == 4
     assert overlap.ngram_share == 0.5
     assert overlap.sample_share == pytest.approx(1 / 3)
 
@@ -30,6 +31,7 @@ def test_thirteen_equal_tokens_are_needed_by_default() -> None:
 def test_nothing_to_compare_is_no_overlap() -> None:
     assert ngram_overlap([], [[1, 2, 3]], n=2).ngram_share == 0.0
     assert ngram_overlap([], [[1, 2, 3]], n=2).sample_share == 0.0
+    assert ngram_overlap([[1, 2, 3]], [[1]], n=2).reference_ngrams == 0
 
 
 def test_length_below_one_is_refused() -> None:
