@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import errno
+import json
+import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 _EPILOG = """\
 a first session:
@@ -24,15 +26,20 @@ _TARGET_HELP = "path, hub id, GGUF file or name of a target option (see `dflash 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the exit status is 0 for success, 2 for what the user can mend, 1 for a run that failed."""
+    """Run one command; the exit status is 0 for success, 2 for what the user can mend, 1 for a run that failed.
+
+    Ctrl-C is 130. A reader that went away is 141, as the shell has it: the work was cut off, except for lists.
+    """
     args = make_parser().parse_args(argv)
     try:
-        return args.run(args)
+        status = args.run(args)
+        sys.stdout.flush()
+        return status
     except KeyboardInterrupt:
         return _complain("interrupted", 130)
-    except BrokenPipeError:  # the reader of a pipe has seen enough
-        sys.stderr.close()
-        return 0
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it ends
+        return 0 if args.run in (_show, _recipes) else _complain("the reader of the output went away", 141)
     except (ValueError, OSError) as error:
         if args.debug:
             traceback.print_exc()
@@ -186,6 +193,10 @@ stopped when the same command is given again."""
     parser.add_argument("--limit", type=_count, metavar="N", help="use the first N prompts; default: all")
     _add_sampling_arguments(parser, max_new_tokens=512)
     parser.add_argument("--batch-size", type=_count, default=8, metavar="B", help="answered at once; default: 8")
+    parser.add_argument("--draft", metavar="PATH", help="a drafter of the target: faster, the same answers")
+    parser.add_argument(
+        "--chat-template-kwargs", type=_mapping, metavar="JSON", help="""such as '{"enable_thinking": false}'"""
+    )
     _add_device_arguments(parser)
 
 
@@ -202,6 +213,16 @@ def _count(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+    return value
+
+
+def _mapping(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON ({error.msg})") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f'{text!r} is no JSON object: write {{"name": value}}')
     return value
 
 

@@ -20,10 +20,11 @@ from transformers import PreTrainedTokenizerFast
 
 from dflash_lightning.callbacks import AtomicCheckpointIO
 from dflash_lightning.cli import main
+from dflash_lightning.commands import regenerate as regenerate_module
 from dflash_lightning.commands.drafts import find_draft
 from dflash_lightning.commands.generate import TokenStream
 from dflash_lightning.decoding.evaluation import Evaluator
-from dflash_lightning.model import save_draft
+from dflash_lightning.model import DraftModel, save_draft
 from dflash_lightning.module import DraftModule
 
 ROOT = Path(__file__).parent.parent
@@ -46,6 +47,8 @@ def workplace(
     ]
     (place / "train.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
     (place / "prompts.jsonl").write_text("".join(json.dumps({"turns": [f"tell {i}"]}) + "\n" for i in range(4)))
+    (place / "empty.ckpt").write_bytes(b"")
+    torch.save(torch.ones(2), place / "tensor.ckpt")
     return place
 
 
@@ -124,6 +127,43 @@ def test_show_prints_a_recipe_that_loads(here: Path, capsys: pytest.CaptureFixtu
     assert capsys.readouterr().out == shown
 
 
+PIPE = """
+import sys
+from dflash_lightning import cli
+from dflash_lightning.commands import listing
+def write(*args):
+    print("x" * 100)
+    sys.stdout.flush()
+    while True:
+        print("x" * 100000, flush=True)
+cli.{name} = write
+sys.exit(cli.main({arguments}))
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "status"),
+    [
+        ("_recipes", ["recipes"], 0),
+        ("_show", ["show", "smoke"], 0),
+        ("_fit", ["fit", "smoke"], 141),
+        ("_evaluate", ["evaluate", "--draft", "x", "--prompts", "y"], 141),
+    ],
+)
+def test_a_reader_that_goes_away_cuts_work_off_but_not_a_list(name: str, arguments: list[str], status: int) -> None:
+    code = PIPE.format(name=name, arguments=arguments)
+    run = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    assert run.stdout is not None and run.stderr is not None
+    run.stdout.readline()
+    run.stdout.close()
+    error = run.stderr.read()
+    assert run.wait(60) == status
+    assert "Traceback" not in error and "Exception ignored" not in error
+    assert ("went away" in error) == (status == 141)
+
+
 # -- errors -----------------------------------------------------------------------------------------------------------
 
 
@@ -135,6 +175,10 @@ def test_show_prints_a_recipe_that_loads(here: Path, capsys: pytest.CaptureFixtu
         (["evaluate", "--draft", "gone", "--prompts", "prompts.jsonl"], "--draft: there is no gone"),
         (["evaluate", "--draft", "target", "--prompts", "gone.jsonl"], "gone.jsonl is not a file"),
         (["generate", "--draft", ".", "--prompt", "x"], "has neither recipe.yaml"),
+        (["generate", "--draft", "train.jsonl", "--prompt", "x"], "train.jsonl cannot be read as a checkpoint"),
+        (["generate", "--draft", "empty.ckpt", "--prompt", "x"], "empty.ckpt cannot be read as a checkpoint"),
+        (["generate", "--draft", "tensor.ckpt", "--prompt", "x"], "tensor.ckpt is no checkpoint of a drafter"),
+        (["generate", "--draft", ".", "--prompt", "x", "--top-k", "5"], "decoding.top_k: 5 would be ignored"),
         (["regenerate", "gone.jsonl", "--target", "target", "--out", "o.jsonl"], "gone.jsonl"),
         (["regenerate", "prompts.jsonl", "--target", "qwen3_4bb", "--out", "o.jsonl"], "Did you mean 'qwen3_4b'?"),
     ],
@@ -377,8 +421,32 @@ def test_evaluate_takes_run_and_checkpoint_and_is_lossless(
     assert main(["evaluate", *files, *sizes, "--eager"]) == 0
     report = json.loads((here / "out.json").read_text())
     assert (report["prompts"], report["checked_prompts"], report["lossless"]) == (3, 3, True)
+    assert report["machine"]["cpu"] and report["machine"]["threads"] >= 1
     assert 1.0 <= report["tau"] <= 4.0
     assert "tau" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("dtype", "status"), [("float32", 1), ("bfloat16", 0)])
+def test_evaluate_fails_when_float32_output_is_not_the_plain_one(
+    dtype: str,
+    status: int,
+    trained: Path,
+    here: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    plainly = Evaluator._decode_plainly
+
+    def disturbed(self: Evaluator, n: int) -> Any:
+        result = plainly(self, n)
+        result.generations[0].output_ids[2] ^= 1
+        return result
+
+    monkeypatch.setattr(Evaluator, "_decode_plainly", disturbed)
+    files = ["--draft", str(trained), "--prompts", "prompts.jsonl", "--json", "out.json", "--dtype", dtype]
+    assert main(["evaluate", *files, "--limit", "2", "--max-new-tokens", "6", "--eager"]) == status
+    assert "prompt 0 at token 2 (logit gap" in capsys.readouterr().out
+    assert json.loads((here / "out.json").read_text())["differences"][0]["token"] == 2
 
 
 @pytest.mark.parametrize("mode", [["--eager"], pytest.param([], marks=pytest.mark.compiled)])
@@ -458,6 +526,38 @@ def test_regenerate_answers_with_the_targets_own_words(here: Path, capsys: pytes
     assert main(["regenerate", "prompts.jsonl", *arguments]) == 0
     assert "4 of 4 prompts answered" in capsys.readouterr().out
     assert len((here / "regenerated.jsonl").read_text().splitlines()) == 4
+
+
+def test_regenerate_with_a_draft_gives_the_same_answers(
+    trained: Path, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafts: list[Any] = []
+    real = regenerate_module.regenerate_file
+
+    def regenerate_file(*args: Any, **settings: Any) -> Any:
+        drafts.append(settings["draft"])
+        return real(*args, **settings)
+
+    monkeypatch.setattr(regenerate_module, "regenerate_file", regenerate_file)
+    sizes = ["--max-new-tokens", "8", "--batch-size", "2", "--target", "./target"]
+    assert main(["regenerate", "prompts.jsonl", "--out", "plain.jsonl", *sizes]) == 0
+    assert main(["regenerate", "prompts.jsonl", "--out", "drafted.jsonl", *sizes, "--draft", str(trained)]) == 0
+    assert drafts[0] is None and isinstance(drafts[1], DraftModel)
+    assert (here / "drafted.jsonl").read_text() == (here / "plain.jsonl").read_text()
+
+
+def test_regenerate_hands_settings_to_the_template(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--target", "./target", "--out", "short.jsonl", "--chat-template-kwargs", '{"mode": "short"}']
+    assert main(["regenerate", "prompts.jsonl", *sizes]) == 2
+    assert "['mode'] is never read by the chat template" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["{mode: 1}", "[1]"])
+def test_template_settings_that_are_no_json_object_are_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["regenerate", "p", "--target", "t", "--out", "o", "--chat-template-kwargs", text])
+    assert ended.value.code == 2
+    assert "JSON" in capsys.readouterr().err
 
 
 def test_stream_holds_back_half_a_character_and_colours_drafted_tokens(

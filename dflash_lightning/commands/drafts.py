@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -54,11 +55,17 @@ def find_draft(path: str) -> FoundDraft:
 
 
 def _read_checkpoint(file: Path) -> DraftModel:
-    checkpoint = torch.load(file, map_location="cpu", weights_only=True)
-    if "draft_config" not in checkpoint:
+    try:
+        checkpoint = torch.load(file, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+        reason = str(error).partition("\n")[0][:120] or "it is empty"
         raise ValueError(
-            f"--draft: {file} is no checkpoint of a drafter (it has no draft_config, only {list(checkpoint)})."
-        )
+            f"--draft: {file} cannot be read as a checkpoint ({reason}). "
+            "Give a .ckpt file that dflash fit wrote, a run folder or an exported folder."
+        ) from error
+    if not isinstance(checkpoint, dict) or "draft_config" not in checkpoint:
+        held = f"only {list(checkpoint)[:8]}" if isinstance(checkpoint, dict) else f"it holds a {type(checkpoint)}"
+        raise ValueError(f"--draft: {file} is no checkpoint of a drafter (no draft_config, {held}).")
     model = DraftModel(DraftConfig.from_dict(checkpoint["draft_config"]))
     prefix = "model."
     state = {k.removeprefix(prefix): v for k, v in checkpoint["state_dict"].items() if k.startswith(prefix)}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +10,11 @@ from dflash_lightning.commands.drafts import find_draft, open_target_of
 from dflash_lightning.data import load_prompts, render_prompt
 from dflash_lightning.decoding import DecodingSettings
 from dflash_lightning.decoding.evaluation import Evaluator
-from dflash_lightning.run import versions
+from dflash_lightning.run import json_text, machine, versions
 
 
 def evaluate(args: argparse.Namespace) -> int:
-    """Print the figures, and write them to ``--json``."""
+    """Print the figures, and write them to ``--json``; 1 when greedy float32 output is not the plain one."""
     settings = settings_of(args)
     prompts = load_prompts(args.prompts, limit=args.limit)
     draft = find_draft(args.draft)
@@ -32,10 +31,12 @@ def evaluate(args: argparse.Namespace) -> int:
             "target": target.facts.name,
             "dtype": str(target.dtype).removeprefix("torch."),
             "decoding": vars(settings),
+            "device": str(target.device),
+            "machine": machine(),
             "versions": versions(),
         }
-        Path(args.json).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    return 0
+        Path(args.json).write_text(json_text(report), encoding="utf-8")
+    return 1 if evaluation.broken else 0
 
 
 def settings_of(args: argparse.Namespace) -> DecodingSettings:
@@ -47,5 +48,5 @@ def settings_of(args: argparse.Namespace) -> DecodingSettings:
         top_k=args.top_k,
         top_p=args.top_p,
         seed=args.seed,
-        compile=not args.eager,
+        compile=not getattr(args, "eager", False),
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from dflash_lightning.commands.evaluate import settings_of
 from dflash_lightning.data import render_prompt
 from dflash_lightning.decoding import DecodeResult
 from dflash_lightning.decoding.stats import STAGES
+from dflash_lightning.run import json_text
 from dflash_lightning.target import FrozenTarget
 
 _GREEN, _PLAIN = "\x1b[32m", "\x1b[0m"
@@ -78,7 +78,7 @@ def _report(args: argparse.Namespace, result: DecodeResult, prompt: list[int], t
             "compiled": stats.compiled,
             "times": {f"{stage}_s": seconds for stage, seconds in zip(STAGES, stats.seconds, strict=True)},
         }
-        print(json.dumps(report))
+        print(json_text(report, indent=None), end="")
         return
     if target.tokenizer is None:
         print(",".join(map(str, generation.output_ids)))

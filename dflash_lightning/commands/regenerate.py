@@ -4,24 +4,32 @@ from __future__ import annotations
 
 import argparse
 
-from dflash_lightning.commands.drafts import open_target
+from dflash_lightning.commands.drafts import find_draft, open_target, open_target_of
+from dflash_lightning.commands.evaluate import settings_of
 from dflash_lightning.data.regenerate import regenerate as regenerate_file
 
 
 def regenerate(args: argparse.Namespace) -> int:
     """Answer the prompts and say what became of them."""
-    target = open_target(args.target, device=args.device, dtype=args.dtype)
+    settings = settings_of(args)
+    draft = None if args.draft is None else find_draft(args.draft)
+    if draft is None:
+        target = open_target(args.target, device=args.device, dtype=args.dtype)
+    else:
+        target = open_target_of(draft, args.target, device=args.device, dtype=args.dtype)
     report = regenerate_file(
         args.prompts,
         target,
         args.out,
-        batch_size=args.batch_size,
-        max_new_tokens=args.max_new_tokens,
-        temperature=args.temperature,
-        top_p=args.top_p,
-        top_k=args.top_k,
-        seed=args.seed,
+        batch_size=settings.batch_size,
+        max_new_tokens=settings.max_new_tokens,
+        temperature=settings.temperature,
+        top_p=settings.top_p,
+        top_k=settings.top_k,
+        seed=settings.seed,
         limit=args.limit,
+        chat_template_kwargs=args.chat_template_kwargs,
+        draft=None if draft is None else draft.model,
     )
     print(
         f"{report.out}: {report.rows} of {report.prompts} prompts answered ({report.resumed} before this call), "
