@@ -201,7 +201,8 @@ class TrainBatch:
 
     ``position_ids`` restart at 0 with every document (and with the padding, which is a document of its own).
     ``window_totals`` are this rank's counts over the whole gradient-accumulation window that the micro-batch belongs
-    to, and ``window`` numbers that window within the epoch: equal numbers mean equal totals.
+    to, and ``window`` numbers that window within the epoch: equal numbers mean equal totals. ``packed`` says whether
+    any row holds more than one document, padding included (null: nobody looked), so that no device need be asked.
     """
 
     input_ids: Int[Tensor, "B S"]
@@ -213,6 +214,7 @@ class TrainBatch:
     window_totals: SlotTotals
     window: int
     features: TargetFeatures | None = None
+    packed: bool | None = None
 
 
 @dataclass(frozen=True)

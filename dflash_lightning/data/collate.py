@@ -11,6 +11,7 @@ from torch import Tensor
 from dflash_lightning.block import BlockConstructor, count_slots, merge_layouts
 from dflash_lightning.data.documents import DocumentStore
 from dflash_lightning.data.packing import MicroBatch
+from dflash_lightning.target.masks import is_packed
 from dflash_lightning.types import Alignment, BlockLayout, SlotTotals, TrainBatch
 
 
@@ -90,7 +91,10 @@ class BatchMaker:
             position_ids[row, offset:] = torch.arange(shape[1] - offset) % self.max_length
         most = max(sum(layouts[d].anchors.shape[1] for d in pack) for pack in packs)
         layout = merge_layouts(placed, num_blocks=_round_up(most, self.block_bucket), alignment=self.alignment)
-        return TrainBatch(input_ids, loss_mask, doc_ids, position_ids, sample_ids, layout, totals, window)
+        packed = is_packed(position_ids)
+        return TrainBatch(
+            input_ids, loss_mask, doc_ids, position_ids, sample_ids, layout, totals, window, packed=packed
+        )
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -280,9 +280,11 @@ class DraftData(LightningDataModule):
         needed = cache_bytes(int(store.offsets[-1]), spec, self.target.facts.hidden_size, self.cache_dtype)
         self._say(f"data: features of {store.offsets[-1]} tokens take {needed / 2**20:.0f} MiB of memory")
         check_memory(needed)
+        # Loaders are made (by ``estimated_stepping_batches`` in configure_optimizers) before the module's fit starts.
+        target = self.target if self.trainer is None else self.target.to(self.trainer.strategy.root_device)
         return FeatureCache(
             store,
-            self.target,
+            target,
             spec,
             row_tokens=self.row_tokens if self.packing else None,
             dtype=self.cache_dtype,
@@ -298,7 +300,8 @@ class DraftData(LightningDataModule):
     def on_after_batch_transfer(self, batch: TrainBatch, dataloader_idx: int) -> TrainBatch:
         """Fill ``batch.features``: computed by the target, or brought to its dtype if they come from the cache."""
         if batch.features is None:
-            batch.features = self.target.features(batch.input_ids, batch.position_ids, self._binding()[2])
+            spec = self._binding()[2]
+            batch.features = self.target.features(batch.input_ids, batch.position_ids, spec, packed=batch.packed)
         elif batch.features.hidden.dtype != self.target.dtype:
             features = batch.features
             features.hidden = features.hidden.to(self.target.dtype)

@@ -50,7 +50,7 @@ class FeatureCache:
         start, end = int(self.store.offsets[first]), int(self.store.offsets[last])
         ids = torch.from_numpy(self.store.ids[start:end]).long()[None]
         positions = torch.cat([torch.arange(int(self.store.lengths[d])) for d in range(first, last)])[None]
-        features = target.features(ids, positions, self.spec)
+        features = target.features(ids, positions, self.spec, packed=last - first > 1)
         self.hidden[start:end] = features.hidden[0]
         if self.last_hidden is not None:
             assert features.last_hidden is not None

@@ -122,23 +122,30 @@ class FrozenTarget:
             return torch.nn.functional.embedding(ids.to(self.device), self.embedding_weight)
 
     def features(
-        self, input_ids: Int[Tensor, "B S"], position_ids: Int[Tensor, "B S"], spec: FeatureSpec
+        self,
+        input_ids: Int[Tensor, "B S"],
+        position_ids: Int[Tensor, "B S"],
+        spec: FeatureSpec,
+        *,
+        packed: bool | None = None,
     ) -> TargetFeatures:
         """Hidden states asked for, in the target's own dtype; the forward stops after the last layer needed.
 
-        Documents of a packed row are told apart by ``position_ids`` that restart, and never see one another. Runs
-        without gradients, autocast or cache; the result is made of normal tensors even under ``inference_mode``.
+        Documents of a packed row are told apart by ``position_ids`` that restart, and never see one another; ``packed``
+        says whether there are such rows (null looks, which waits for a GPU). Runs without gradients, autocast or cache;
+        the result is made of normal tensors even under ``inference_mode``.
         """
         with torch.inference_mode(False), torch.no_grad(), torch.autocast(self.device.type, enabled=False):
-            return self._features(input_ids.to(self.device), position_ids.to(self.device), spec)
+            packed = is_packed(position_ids) if packed is None else packed
+            return self._features(input_ids.to(self.device), position_ids.to(self.device), spec, packed)
 
-    def _features(self, input_ids: Tensor, position_ids: Tensor, spec: FeatureSpec) -> TargetFeatures:
+    def _features(self, input_ids: Tensor, position_ids: Tensor, spec: FeatureSpec, packed: bool) -> TargetFeatures:
         trunk = self._trunk(spec)
         implementation, shape = self.model.config._attn_implementation, input_ids.shape
         mask = None
         if "flash" in implementation:  # tells documents apart by position_ids, but only within one row
             input_ids, position_ids = input_ids.reshape(1, -1), position_ids.reshape(1, -1)
-        elif implementation in ("sdpa", "eager") and is_packed(position_ids):
+        elif implementation in ("sdpa", "eager") and packed:
             mask = packed_mask(self.model.config, position_ids, self.dtype)
         output, stacked = trunk(input_ids, position_ids=position_ids, attention_mask=mask, use_cache=False)
         return trunk.features(output.reshape(*shape, -1), stacked.reshape(*shape, *stacked.shape[2:]))

@@ -18,7 +18,10 @@ DecoderMask = Tensor | dict[str, Tensor] | None
 
 
 def is_packed(position_ids: Int[Tensor, "B S"]) -> bool:
-    """Whether any row holds more than one document, that is, whether positions ever do not grow by one (host sync)."""
+    """Whether any row holds more than one document, that is, whether positions ever do not grow by one.
+
+    On a GPU this waits for the device: ask while the positions are still on the CPU.
+    """
     return bool((position_ids[:, 1:] - position_ids[:, :-1] != 1).any())
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch import Trainer
 from torch import Tensor
 
 from dflash_lightning.block import Anchored, count_slots
@@ -17,6 +18,7 @@ from dflash_lightning.data import DraftData
 from dflash_lightning.data.collate import WindowItem
 from dflash_lightning.data.loader import PlanSampler
 from dflash_lightning.target import FrozenTarget
+from dflash_lightning.target.masks import is_packed
 from dflash_lightning.types import Alignment, FeatureSpec, SlotTotals, TrainBatch
 
 ALIGNMENT = Alignment(block_size=4, mask_token_id=260)
@@ -97,6 +99,33 @@ def test_shapes_are_few_and_padding_is_a_document_of_its_own(tiny_target: Frozen
         assert not batch.loss_mask[padding].any() and (batch.position_ids[padding] < 128).all()
         for b in range(2):
             assert batch.position_ids[b, padding[b]].tolist()[:1] in ([], [0])
+
+
+@pytest.mark.parametrize("row_tokens", [128, 200])
+def test_batches_know_whether_they_are_packed_before_they_reach_a_device(
+    tiny_target: FrozenTarget, chats: str, row_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = make_data(tiny_target, chats, row_tokens=row_tokens)
+    batches = epoch_of(data)
+    assert [batch.packed for batch in batches] == [is_packed(batch.position_ids) for batch in batches]
+    assert any(batch.packed for batch in batches)
+    monkeypatch.setattr("dflash_lightning.target.frozen.is_packed", lambda positions: pytest.fail("asked"))
+    for batch in batches:
+        assert data.on_after_batch_transfer(batch, 0).features is not None
+
+
+def test_the_feature_cache_is_filled_on_the_trainers_device(
+    make_target: Callable[..., FrozenTarget], chats: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loader is made before the module's fit starts, which is what moves the target otherwise."""
+    data = make_data(make_target("llama"), chats, cache_features="ram")
+    data.trainer = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, default_root_dir=str(tmp_path))
+    order: list[object] = []
+    features = data.target.features
+    monkeypatch.setattr(data.target, "to", lambda device: order.append(device) or data.target)
+    monkeypatch.setattr(data.target, "features", lambda *args, **kw: order.append("features") or features(*args, **kw))
+    data.train_dataloader()
+    assert order[:2] == [torch.device("cpu"), "features"]
 
 
 def test_packed_blocks_are_those_of_the_documents_alone(tiny_target: FrozenTarget, chats: str) -> None:

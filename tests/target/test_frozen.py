@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from dflash_lightning.draft_config import DraftConfig
 from dflash_lightning.ops.shallow_copy import copy_tree
 from dflash_lightning.target import FrozenTarget, check_layer_ids
+from dflash_lightning.target import frozen as frozen_module
 from dflash_lightning.types import FeatureSpec
 
 MakeTarget = Callable[..., FrozenTarget]
@@ -71,6 +72,19 @@ def test_documents_of_a_packed_row_have_the_features_each_has_alone(make_target:
             torch.testing.assert_close(packed.hidden[row, here], alone.hidden[0], atol=5e-5, rtol=1e-5)
             torch.testing.assert_close(packed.last_hidden[row, here], alone.last_hidden[0], atol=5e-5, rtol=1e-5)
             start += length
+
+
+def test_whether_rows_are_packed_is_not_asked_of_the_device_when_it_is_known(
+    make_target: MakeTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, spec = make_target("llama"), FeatureSpec((3,))
+    ids, plain = rows()
+    packed = plain % 11
+    expected = {flag: target.features(ids, x, spec).hidden for flag, x in ((False, plain), (True, packed))}
+    assert not torch.equal(expected[False], expected[True])
+    monkeypatch.setattr(frozen_module, "is_packed", lambda positions: pytest.fail("asked"))
+    for flag, positions in ((False, plain), (True, packed)):
+        assert torch.equal(target.features(ids, positions, spec, packed=flag).hidden, expected[flag])
 
 
 def test_features_of_a_row_do_not_depend_on_later_tokens(make_target: MakeTarget, family: str) -> None:
