@@ -1,22 +1,12 @@
-"""Functions of where training stands: coefficients and weights that change with the step."""
+"""How the learning rate changes with the step, and how a slot's weight changes with its place in the block."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
-
-from dflash_lightning.types import StepContext
-
-Schedule = Callable[[StepContext], float]
-
-
-def make_constant(value: float) -> Schedule:
-    """A schedule that always returns ``value``."""
-    return lambda ctx: value
 
 
 def warmup_cosine(step: int, *, warmup_steps: int, total_steps: int, final_fraction: float = 0.0) -> float:
@@ -30,11 +20,12 @@ def warmup_cosine(step: int, *, warmup_steps: int, total_steps: int, final_fract
     return final_fraction + (1.0 - final_fraction) * 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
-def decay_weights(num_slots: int, decay: float | None) -> Float[Tensor, " Kp"]:
+def decay_weights(num_slots: int, decay: float | None, *, device: torch.device | None = None) -> Float[Tensor, " Kp"]:
     """``exp(-j / decay)`` for predicting slots ``j = 0 .. num_slots - 1``: the first predicted slot weighs 1.
 
     DFlash (arXiv 2602.06036 sec. 4.2) writes ``exp(-(k-1)/gamma)`` for slots ``k = 1 ..``. ``None`` means no decay.
+    Made on ``device``, so that a training step on a GPU need not wait for a copy.
     """
     if decay is None:
-        return torch.ones(num_slots)
-    return torch.exp(-torch.arange(num_slots, dtype=torch.float32) / decay)
+        return torch.ones(num_slots, device=device)
+    return torch.exp(-torch.arange(num_slots, dtype=torch.float32, device=device) / decay)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dflash_lightning.schedule import decay_weights, make_constant, warmup_cosine
-from dflash_lightning.types import StepContext
+from dflash_lightning.schedule import decay_weights, warmup_cosine
 
 WEIGHTS_16 = [1, 0.8669, 0.7515, 0.6514, 0.5647, 0.4895, 0.4244, 0.3679]
 WEIGHTS_16 += [0.3189, 0.2765, 0.2397, 0.2077, 0.1801, 0.1561, 0.1353]
@@ -43,9 +42,9 @@ def test_a_run_shorter_than_its_warm_up_stays_finite() -> None:
     assert warmup_cosine(5, warmup_steps=5, total_steps=5) == pytest.approx(1.0)
 
 
-def test_a_constant_schedule_ignores_the_step() -> None:
-    schedule = make_constant(0.3)
-    assert {schedule(StepContext(step, 10, 0)) for step in (0, 5, 10)} == {0.3}
+@pytest.mark.parametrize("decay", [None, 2.0])
+def test_decay_weights_are_made_where_they_are_needed(decay: float | None) -> None:
+    assert decay_weights(3, decay, device=torch.device("meta")).device.type == "meta"
 
 
 def test_decay_weights_are_fp32() -> None:

@@ -49,10 +49,10 @@ class CrossEntropy(LossTerm):
 
     def denominator(self, totals: SlotTotals, layout_shift: int) -> Float[Tensor, ""]:
         counts = totals.valid[1 - layout_shift :]
-        return (counts * decay_weights(len(counts), self.decay).to(counts.device)).sum()
+        return (counts * decay_weights(len(counts), self.decay, device=counts.device)).sum()
 
 
 def slot_weights(predicts: Bool[Tensor, "B N K"], decay: float | None) -> Float[Tensor, "B N K"]:
     """``exp(-j / decay)`` at the ``j``-th predicting slot of every block; what stands at other slots means nothing."""
     order = (predicts.cumsum(-1) - 1).clamp(min=0)
-    return decay_weights(predicts.shape[-1], decay).to(predicts.device)[order]
+    return decay_weights(predicts.shape[-1], decay, device=predicts.device)[order]
