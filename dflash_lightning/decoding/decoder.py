@@ -77,6 +77,7 @@ class SpeculativeDecoder:
                 )
         judge: Verifier = TokenVerifier(sampler) if by_rejection else MatchVerifier(sampler)
         builder: DraftBuilder = SampledChain(sampler, target.facts.vocab_size) if by_rejection else BestChain()
+        self._adapter = adapter
         self.parts = Parts(adapter, self.proposer, builder, judge)
         check_compatible(self.parts)
 
@@ -137,6 +138,7 @@ class SpeculativeDecoder:
                     stats=stats,
                     on_round=on_round,
                 )
+            self._adapter.reset()  # training may need the memory of the caches
         return DecodeResult(generations, stats)
 
     def _check(self, prompts: Sequence[list[int]], requests: list[int], max_new_tokens: int) -> None:

@@ -58,8 +58,10 @@ def greedy_law(logits: Float[Tensor, "*rows V"]) -> Law:
 def truncated_law(scores: Float[Tensor, "*rows V"], top_k: int | None, top_p: float | None) -> Law:
     """Softmax over the ``top_k`` best; of these, those whose predecessors hold less than ``top_p``, renormalised.
 
-    Ties keep the lowest ids, at either border.
+    Ties keep the lowest ids, at either border. A ``top_p`` of 1 cuts nothing, and costs nothing.
     """
+    if top_p == 1.0:
+        top_p = None
     if top_k is not None and top_k < scores.shape[-1]:
         values, ids = _best(scores, top_k)
         mass = values.softmax(-1)

@@ -16,9 +16,10 @@ from dflash_lightning.ops.requests import Argmax, Chunk, Entropy, LabelLogProb, 
 
 __all__ = ["Argmax", "Chunk", "Entropy", "LabelLogProb", "LanguageHead", "Request", "View"]
 
-# fp32 logits that exist at a time. On a CPU, glibc gives blocks above 32 MiB back to the system at every free, and the
-# page faults of getting them again cost a fifth of the pass.
-CHUNK_BYTES = 64 * 2**20
+# Bytes of fp32 logits that exist at a time. On a GPU that is 440 rows of a vocabulary of 152 000, which keep it busy (a
+# gradient is as large again). On a CPU, glibc gives blocks above 32 MiB back to the system at every free, and the page
+# faults of getting them again cost a fifth of the pass.
+CHUNK_BYTES = 256 * 2**20
 CPU_CHUNK_BYTES = 28 * 2**20
 
 
@@ -27,8 +28,8 @@ class View:
     """One draft distribution per slot, known by hidden rows; answers requests about them, chunk by chunk.
 
     ``rows`` are the slots (flat indices into B*N*K) whose distributions may be asked for. At most one chunk of logits
-    exists at a time: ``chunk_rows`` rows, by default about 64 MiB, on a CPU 28. A view lives for one step: an answer is
-    kept, so that a second loss or a metric asking the same question costs nothing.
+    exists at a time: ``chunk_rows`` rows, by default about 256 MiB, on a CPU 28. A view lives for one step: an answer
+    is kept, so that a second loss or a metric asking the same question costs nothing.
     """
 
     hidden: Float[Tensor, "B N K H"]

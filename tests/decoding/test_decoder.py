@@ -169,6 +169,15 @@ def test_sampling_by_rejection_is_repeatable_and_not_batch_dependent(make_target
     assert decode(PROMPTS, [4, 5, 6], 3) != together
 
 
+def test_the_caches_of_the_target_are_given_back(make_target, make_draft, plain_generate) -> None:
+    target = make_target("llama")
+    decoder = _decoder(target, make_draft(target), batch_size=2)
+    for _ in range(2):  # and a decoder is as good as new afterwards
+        result = decoder.decode(PROMPTS, max_new_tokens=9, stop_ids=())
+        assert [g.output_ids for g in result.generations] == [plain_generate(target, p, 9, ()) for p in PROMPTS]
+        assert all(layer.keys is None and layer.values is None for layer in decoder.parts.target._cache.layers)
+
+
 def test_decoding_leaves_no_trace(make_target, make_draft) -> None:
     """Random state, modes, gradients and parameters of drafter and target are what they were."""
     target = make_target("qwen3")

@@ -21,6 +21,19 @@ def test_top_p_cuts_the_law_that_top_k_left() -> None:
     torch.testing.assert_close(law(P.log(), temperature=1.0, top_p=0.75), torch.tensor([4 / 9, 3 / 9, 2 / 9, 0.0]))
 
 
+@pytest.mark.parametrize("top_k", [None, 40])
+def test_a_nucleus_of_everything_cuts_and_sorts_nothing(top_k: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounding would cut the tail of a long law at a cumulated mass of 1, and sorting a vocabulary is what costs."""
+    logits = 3 * torch.randn(2, 5000)
+    expected = law(logits, temperature=1.0, top_k=top_k)
+    if top_k is None:
+        monkeypatch.setattr(torch.Tensor, "sort", lambda *args, **kw: pytest.fail("sorted"))
+    monkeypatch.setattr("dflash_lightning.decoding.law._cut", lambda *args: pytest.fail("cut"))
+    found = law(logits, temperature=1.0, top_k=top_k, top_p=1.0)
+    assert torch.equal(found, expected)
+    assert int((found > 0).sum()) == 2 * (top_k or 5000)
+
+
 def test_order_of_logits_does_not_matter() -> None:
     order = torch.tensor([2, 0, 3, 1])
     for settings in ({"top_k": 3, "top_p": 0.75}, {"top_p": 0.75}, {"top_k": 2}, {}):
