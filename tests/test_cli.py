@@ -528,6 +528,7 @@ def test_regenerate_answers_with_the_targets_own_words(here: Path, capsys: pytes
     assert len((here / "regenerated.jsonl").read_text().splitlines()) == 4
 
 
+@pytest.mark.compiled
 def test_regenerate_with_a_draft_gives_the_same_answers(
     trained: Path, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
