@@ -6,6 +6,7 @@ command and every rank again; the cached folder takes one second. It holds float
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import shutil
@@ -20,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 
 _NEEDED = ("gguf", "accelerate")
 _DONE = "complete"  # written last: a folder without it is not read
+_TRIES = 3
 
 
 def check_gguf_extra(source: str) -> None:
@@ -54,7 +56,8 @@ def is_complete(folder: Path) -> bool:
 def dequantise(file: Path, config: PretrainedConfig, folder: Path) -> bool:
     """Write the model and tokenizer of ``file`` to ``folder``; false, with a warning, where that cannot be written.
 
-    Written beside the folder and renamed, so that ranks that do this at once, or a kill half way, leave no half model.
+    Written to a folder of its own and renamed, so that ranks that do this at once, or a kill half way, leave no half
+    model.
     """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -66,15 +69,36 @@ def dequantise(file: Path, config: PretrainedConfig, folder: Path) -> bool:
         model.save_pretrained(scratch)
         tokenizer.save_pretrained(scratch)
         (scratch / _DONE).touch()
-        if not is_complete(folder):
-            shutil.rmtree(folder, ignore_errors=True)
-            scratch.rename(folder)
+        put_in_place(scratch, folder)
     except OSError as error:
-        if not is_complete(folder):  # else another rank was faster
-            return _cannot_write(folder, error)
+        return _cannot_write(folder, error)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return True
+
+
+def put_in_place(scratch: Path, folder: Path) -> None:
+    """Rename the complete ``scratch`` to ``folder``, unless a complete one stands there; a half one makes way.
+
+    A rename onto a folder that holds files fails, so no finished copy is ever overwritten. Nor is one deleted: what
+    makes way is looked at once more after it was moved, because another process may have finished in between.
+    """
+    for _ in range(_TRIES):
+        try:
+            scratch.replace(folder)
+            return
+        except OSError:
+            if is_complete(folder):
+                return
+        aside = scratch.with_name(f"{scratch.name}.aside")
+        with contextlib.suppress(FileNotFoundError):  # another process has moved it first
+            folder.replace(aside)
+            if is_complete(aside):
+                with contextlib.suppress(OSError):  # a third process has put its own there
+                    aside.replace(folder)
+            shutil.rmtree(aside, ignore_errors=True)
+    if not is_complete(folder):
+        raise OSError(f"{folder} cannot be replaced")
 
 
 def read(file: Path, config: PretrainedConfig, **keywords: Any) -> tuple[Any, Any]:

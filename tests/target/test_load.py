@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -262,6 +264,55 @@ def test_a_half_written_cache_is_made_again(gguf_file: Path, tmp_path: Path) -> 
     (kept / "complete").unlink()
     (kept / "model.safetensors").write_bytes(b"cut off")
     assert load_target(str(gguf_file)).facts == expected.facts
+
+
+def complete_folder(path: Path, made_by: str) -> Path:
+    path.mkdir()
+    (path / "made_by").write_text(made_by)
+    (path / "complete").touch()
+    return path
+
+
+def test_a_copy_finished_by_another_process_is_never_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other one finishes after this one has found half a folder, and before it has moved that away."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(b"cut off")
+    mine, other = (complete_folder(tmp_path / f".model-{name}", name) for name in ("mine", "other"))
+    is_complete = gguf_module.is_complete
+
+    def and_then_the_other_finishes(path: Path) -> bool:
+        found = is_complete(path)
+        if other.exists():
+            monkeypatch.setattr(gguf_module, "is_complete", is_complete)
+            gguf_module.put_in_place(other, folder)
+            assert (folder / "made_by").read_text() == "other"
+        return found
+
+    monkeypatch.setattr(gguf_module, "is_complete", and_then_the_other_finishes)
+    gguf_module.put_in_place(mine, folder)
+    assert is_complete(folder) and (folder / "made_by").read_text() == "other"
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".model-mine", "model"]
+
+
+def test_many_that_dequantise_at_once_leave_one_whole_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half a folder stands there; all threads have read the file before the first of them writes."""
+
+    class Saved:
+        def save_pretrained(self, folder: Path) -> None:
+            (folder / "made_by").write_text(threading.current_thread().name)
+
+    barrier = threading.Barrier(8)
+    monkeypatch.setattr(gguf_module, "read", lambda *args: (barrier.wait(), (Saved(), Saved()))[1])
+    folder = tmp_path / "cache" / "model"
+    folder.mkdir(parents=True)
+    (folder / "model.safetensors").write_bytes(b"cut off")
+    with ThreadPoolExecutor(8) as pool:
+        made = [pool.submit(gguf_module.dequantise, tmp_path / "a.gguf", PretrainedConfig(), folder) for _ in range(8)]
+        assert all(future.result() for future in made)
+    assert gguf_module.is_complete(folder) and (folder / "made_by").exists()
+    assert not (folder / "model.safetensors").exists()
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == ["model"]
 
 
 @pytest.mark.slow
