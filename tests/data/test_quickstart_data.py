@@ -11,7 +11,7 @@ import pytest
 from dflash_lightning.data.quickstart.make_prompts import SPLITS, TEMPLATES, Split, make_prompts
 
 FOLDER = files("dflash_lightning.data.quickstart")
-MIN_PROMPTS: dict[Split, int] = {"train": 900, "validation": 24, "test": 48}
+MIN_PROMPTS: dict[Split, int] = {"train": 900, "validation": 24, "test": 48, "test_new_names": 48}
 
 
 def shipped(split: Split) -> list[dict[str, Any]]:
@@ -30,11 +30,15 @@ def test_prompts_are_many_distinct_and_spread_over_templates(split: Split) -> No
         assert min(per_template.values()) >= 30
 
 
-def test_no_template_and_no_filling_is_shared_between_splits() -> None:
-    for what in ("template", "filling"):
-        used = {split: {getattr(prompt, what) for prompt in make_prompts(split)} for split in SPLITS}
-        for one, other in (("train", "validation"), ("train", "test"), ("validation", "test")):
-            assert used[one].isdisjoint(used[other]), (what, one, other)
+def test_no_template_of_training_is_in_another_split_and_new_names_are_new() -> None:
+    templates, fillings = (
+        {split: {getattr(prompt, what) for prompt in make_prompts(split)} for split in SPLITS}
+        for what in ("template", "filling")
+    )
+    for one, other in (("train", "validation"), ("train", "test"), ("validation", "test")):
+        assert templates[one].isdisjoint(templates[other]), (one, other)
+    assert templates["test_new_names"] == templates["test"]
+    assert fillings["test_new_names"].isdisjoint(fillings["train"])
     assert len({text for _, _, text in TEMPLATES}) == len(TEMPLATES)
 
 
@@ -45,7 +49,7 @@ def test_prompts_have_no_open_slot_and_proper_verbs() -> None:
     assert any("that searches for a value" in text for text in texts)
 
 
-@pytest.mark.parametrize("split", ["validation", "test"])
+@pytest.mark.parametrize("split", ["validation", "test", "test_new_names"])
 def test_shipped_prompt_files_are_what_the_templates_give(split: Split) -> None:
     assert shipped(split) == [prompt.row() for prompt in make_prompts(split)]
 

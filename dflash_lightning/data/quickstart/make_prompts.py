@@ -1,11 +1,11 @@
-"""Prompts of the quickstart's three splits, made from templates and fillings: one fixed result, no randomness.
+"""Prompts of the quickstart's splits, made from templates and fillings: one fixed result, no randomness.
 
     python -m dflash_lightning.data.quickstart.make_prompts --out prompts/
 
-The splits measure how a drafter does on prompts it was not trained on, so two things are held out whole: the
-*templates* (each belongs to one split) and the *fillings* (a function or class name belongs to one split, whichever
-pool it appears in). All splits ask for short pieces of Python in similar words: the held-out splits are **in-domain**,
-and a number measured on them says nothing about other prompts.
+Templates are held out whole: each belongs to ``train``, ``validation`` or ``test``. Validation and test ask for the same
+functions and classes as training, in words that training has not seen. ``test_new_names`` goes further: the templates
+of ``test`` with *fillings* (function and class names) that occur in no training prompt. All of them ask for short pieces
+of Python in similar words, so every split is **in-domain**, and a number measured on it says nothing about other prompts.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from itertools import cycle, islice, zip_longest
 from pathlib import Path
 from typing import Literal
 
-Split = Literal["train", "validation", "test"]
-SPLITS: tuple[Split, ...] = ("train", "validation", "test")
-PER_TEMPLATE: dict[Split, int] = {"train": 40, "validation": 8, "test": 8}
+Split = Literal["train", "validation", "test", "test_new_names"]
+SPLITS: tuple[Split, ...] = ("train", "validation", "test", "test_new_names")
+PER_TEMPLATE: dict[Split, int] = {"train": 40, "validation": 8, "test": 8, "test_new_names": 8}
 
 # Prompt templates: (pool of fillings, split, text). A template's name is its pool and its number within the pool.
-TEMPLATES: tuple[tuple[str, Split, str], ...] = (
+TEMPLATES: tuple[tuple[str, str, str], ...] = (
     ("function", "train", "Write a Python function `{signature}` that {does}."),
     ("function", "train", "Implement the Python function `{signature}`. It should {do}."),
     ("function", "train", "Define a function `{signature}` in Python that {does}."),
@@ -81,20 +81,29 @@ class Prompt:
         return {"turns": [self.text], "template": self.template, "filling": self.filling}
 
 
-def split_of(name: str) -> Split:
-    """Split that a function or class name belongs to, drawn from its hash: adding names moves no other."""
-    bucket = int(hashlib.sha256(name.encode()).hexdigest()[:8], 16) % 100
-    return "test" if bucket < 16 else "validation" if bucket < 24 else "train"
+def is_new(name: str) -> bool:
+    """Whether a function or class name is kept out of training, drawn from its hash: adding names moves no other."""
+    return _bucket(name) < 16
+
+
+def is_known(name: str) -> bool:
+    """Whether a name may occur in training. A few names are in neither group."""
+    return _bucket(name) >= 24
+
+
+def _bucket(name: str) -> int:
+    return int(hashlib.sha256(name.encode()).hexdigest()[:8], 16) % 100
 
 
 def make_prompts(split: Split) -> list[Prompt]:
     """Prompts of one split, the same list on every machine. Templates take turns: any first N are a fair mix."""
     of_templates: list[list[Prompt]] = []
     for pool in _POOLS:
-        fillings = [f for f in _POOLS[pool]() if split_of(f["name"]) == split]
+        belongs = is_new if split == "test_new_names" else is_known
+        fillings = [f for f in _POOLS[pool]() if belongs(f["name"])]
         supply = cycle(sorted(fillings, key=lambda f: hashlib.sha256(f["name"].encode()).hexdigest()))
         for number, (of_pool, of_split, text) in enumerate(TEMPLATES):
-            if (of_pool, of_split) != (pool, split):
+            if (of_pool, of_split) != (pool, split.removesuffix("_new_names")):
                 continue
             # A pool's templates take turns at its fillings, so that every filling is used about equally often.
             some = islice(supply, min(PER_TEMPLATE[split], len(fillings)))
@@ -144,7 +153,7 @@ _POOLS = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Write the quickstart's prompts, one JSONL file per split.")
-    parser.add_argument("--out", type=Path, required=True, help="folder for train.jsonl, validation.jsonl, test.jsonl")
+    parser.add_argument("--out", type=Path, required=True, help="folder for one JSONL file per split")
     out: Path = parser.parse_args().out
     out.mkdir(parents=True, exist_ok=True)
     for split in SPLITS:
