@@ -2,10 +2,11 @@
 
     python -m dflash_lightning.data.quickstart.make_prompts --out prompts/
 
-Templates are held out whole: each belongs to ``train``, ``validation`` or ``test``. Validation and test ask for the same
-functions and classes as training, in words that training has not seen. ``test_new_names`` goes further: the templates
-of ``test`` with *fillings* (function and class names) that occur in no training prompt. All of them ask for short pieces
-of Python in similar words, so every split is **in-domain**, and a number measured on it says nothing about other prompts.
+Templates are held out whole: each belongs to ``train``, ``validation`` or ``test``. Validation and test ask for the
+same functions and classes as training, in words that training has not seen. ``test_new_names`` goes further: the
+templates of ``test`` with *fillings* (function and class names) that occur in no training prompt. All of them ask for
+short pieces of Python in similar words, so every split is **in-domain**, and a number measured on it says nothing about
+other prompts.
 """
 
 from __future__ import annotations
