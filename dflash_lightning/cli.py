@@ -153,9 +153,10 @@ Decode held-out prompts with and without the drafter, through the same loop, and
 
 def _add_report(commands: _Commands) -> None:
     text = """\
-Measure a finished run on held-out prompts and write report.json into its folder: tau, identity with plain decoding on
-every prompt, and, on some prompts one at a time, seconds per token against the same loop without drafts and against
-transformers.generate, the three taking turns."""
+Measure a finished run on held-out prompts and write report.json into its folder: tau, identity with plain decoding and
+with transformers.generate on every prompt, and, on some prompts one at a time, seconds per token against the same loop
+without drafts and against transformers.generate, the three taking turns. The exit status is 1 when float32 output is
+not the target's own, and when tau is below --min-tau."""
     parser = _add(commands, "report", _report_run, "a finished run's numbers, against two baselines", text)
     parser.add_argument("run_dir", metavar="RUN", help="the run folder")
     parser.add_argument("--target", metavar="T", help=f"{_TARGET_HELP}; default: the run's")
@@ -166,6 +167,11 @@ transformers.generate, the three taking turns."""
     parser.add_argument("--max-new-tokens", type=_count, default=128, metavar="N", help="default: %(default)s")
     parser.add_argument("--batch-size", type=_count, default=16, metavar="B", help="for acceptance; default: 16")
     parser.add_argument("--started", type=float, metavar="T", help="when the whole began (seconds since 1970)")
+    parser.add_argument("--min-tau", type=float, metavar="X", help="fail when tau is below X")
+    parser.add_argument("--note", metavar="TEXT", help="what the prompts are, in words, for the report")
+    parser.add_argument(
+        "--keep", action="store_true", help="print the report that is there if it is of this drafter and these settings"
+    )
     parser.set_defaults(temperature=0.0, top_k=None, top_p=None, seed=0, eager=False)
 
 

@@ -162,15 +162,17 @@ def versions() -> dict[str, str]:
     return found
 
 
+def file_digest(path: Path) -> str:
+    """sha256 of a file's content."""
+    with path.open("rb") as file:
+        digest = hashlib.sha256()
+        while piece := file.read(1 << 20):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
 def _digests(cfg: DictConfig) -> dict[str, str]:
-    digests = {}
-    for where, path in data_files(cfg).items():
-        with path.open("rb") as file:
-            digest = hashlib.sha256()
-            while piece := file.read(1 << 20):
-                digest.update(piece)
-        digests[where] = digest.hexdigest()
-    return digests
+    return {where: file_digest(path) for where, path in data_files(cfg).items()}
 
 
 def _differences(theirs: Any, ours: Any) -> Iterator[str]:

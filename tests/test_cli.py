@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,8 +23,12 @@ from transformers import PreTrainedTokenizerFast
 from dflash_lightning.callbacks import AtomicCheckpointIO
 from dflash_lightning.cli import main
 from dflash_lightning.commands import regenerate as regenerate_module
+from dflash_lightning.commands import report as report_module
 from dflash_lightning.commands.drafts import find_draft
+from dflash_lightning.commands.evaluate import settings_of
 from dflash_lightning.commands.generate import TokenStream
+from dflash_lightning.data import load_prompts, render_prompt
+from dflash_lightning.decoding import benchmark
 from dflash_lightning.decoding.evaluation import Evaluator
 from dflash_lightning.model import DraftModel, save_draft
 from dflash_lightning.module import DraftModule
@@ -424,6 +430,112 @@ def test_evaluate_takes_run_and_checkpoint_and_is_lossless(
     assert report["machine"]["cpu"] and report["machine"]["threads"] >= 1
     assert 1.0 <= report["tau"] <= 4.0
     assert "tau" in capsys.readouterr().out
+
+
+REPORT = ["--prompts", "prompts.jsonl", "--max-new-tokens", "6", "--timed", "2", "--batch-size", "2"]
+
+
+@pytest.fixture
+def report_run(trained: Path, here: Path, eager_report: None) -> Path:
+    """A copy of the finished run whose training rows and prompts share 14 words, the rows tokenised as our own are."""
+    words = " ".join(f"w{i}" for i in range(14))
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(here / "target")
+    text = f"<|im_start|>user\n{words}<|im_end|>\n<|im_start|>assistant\nyes<|im_end|>\n"
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    row = {"messages": [], "input_ids": ids, "loss_mask": [0] * (len(ids) - 5) + [1] * 5}
+    (here / "tokens.jsonl").write_text(json.dumps(row) + "\n")
+    (here / "shared.jsonl").write_text(json.dumps({"turns": [words]}) + "\n" + json.dumps({"turns": ["other"]}) + "\n")
+    folder = here / "runs" / "reported"
+    shutil.copytree(trained, folder, dirs_exist_ok=True)
+    (folder / "report.json").unlink(missing_ok=True)
+    return folder
+
+
+@pytest.fixture
+def eager_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``dflash report`` always compiles, which the shape hook cannot."""
+    monkeypatch.setattr(
+        report_module, "settings_of", lambda args: dataclasses.replace(settings_of(args), compile=False)
+    )
+
+
+def _set_training_file(run: Path, name: str) -> None:
+    recipe = yaml.safe_load((run / "recipe.yaml").read_text())
+    recipe["data"]["train"] = name
+    (run / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+
+
+def test_report_measures_every_prompt_against_both_baselines(
+    report_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", str(report_run), *REPORT, "--note", "toys"]) == 0
+    figures = json.loads((report_run / "report.json").read_text(), parse_constant=pytest.fail)
+    assert figures["lossless"] and figures["tau"] >= 1.0
+    assert figures["identical_to_plain_decoding"] == figures["identical_to_transformers_generate"] == "4 of 4"
+    assert figures["timed_identical_to_transformers_generate"] == "2 of 2"
+    assert all(seconds > 0 for seconds in figures["s_per_token"].values()) and len(figures["s_per_token"]) == 3
+    assert figures["machine"]["cpu"] and figures["train_minutes"] > 0 and figures["total_minutes"] is None
+    printed = capsys.readouterr().out
+    assert "on 4 prompts, toys" in printed and figures["machine"]["cpu"] in printed
+    assert "in-domain" not in printed
+
+
+def test_report_fails_below_the_smallest_tau_and_names_the_number(
+    report_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", str(report_run), *REPORT, "--min-tau", "1.0"]) == 0
+    for arguments in ([], ["--keep"]):  # a kept report is judged as well
+        assert main(["report", str(report_run), *REPORT, "--min-tau", "3.9", *arguments]) == 1
+        tau = json.loads((report_run / "report.json").read_text())["tau"]
+        assert f"tau is {tau:.3f}, below --min-tau 3.9" in capsys.readouterr().err
+
+
+def test_report_counts_every_prompt_that_generate_answers_differently(
+    report_run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The third prompt is not among the timed ones."""
+    whole = benchmark._generate
+    wrong = render_prompt(PreTrainedTokenizerFast.from_pretrained("target"), load_prompts("prompts.jsonl")[2])
+
+    def disturbed(target: Any, prompts: list[list[int]], max_new_tokens: int) -> list[list[int]]:
+        outputs = whole(target, prompts, max_new_tokens)
+        return [
+            [*out[:-1], out[-1] ^ 1] if prompt == wrong else out for prompt, out in zip(prompts, outputs, strict=True)
+        ]
+
+    monkeypatch.setattr(benchmark, "_generate", disturbed)
+    assert main(["report", str(report_run), *REPORT]) == 1
+    figures = json.loads((report_run / "report.json").read_text())
+    assert (figures["identical_to_transformers_generate"], figures["lossless"]) == ("3 of 4", False)
+    assert figures["timed_identical_to_transformers_generate"] == "2 of 2"
+    assert "float32 output is not the target's own" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("train", "share"), [("tokens.jsonl", 1.0), ("shared.jsonl", None), ("gone.jsonl", None)])
+def test_report_finds_prompts_that_are_in_the_training_text(
+    train: str, share: float | None, report_run: Path, here: Path
+) -> None:
+    """Of two prompts one is in the training rows; a file without responses, or none, says nothing."""
+    _set_training_file(report_run, train)
+    assert main(["report", str(report_run), *REPORT, "--prompts", "shared.jsonl", "--timed", "1"]) == 0
+    overlap = json.loads((report_run / "report.json").read_text())["overlap_with_training"]
+    assert overlap == (None if share is None else {"n": 13, "ngram_share": 1.0, "prompt_share": 0.5})
+
+
+def test_report_keeps_what_is_up_to_date_and_the_total_of_the_first_time(
+    report_run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = report_run / "report.json"
+    finished_at = json.loads((report_run / "run.json").read_text())["finished_at"]
+    assert main(["report", str(report_run), *REPORT, "--keep", "--started", str(finished_at - 600)]) == 0
+    first = json.loads(file.read_text())
+    assert first["total_minutes"] > 10
+    measured = file.stat().st_mtime_ns
+    assert main(["report", str(report_run), *REPORT, "--keep", "--started", str(finished_at + 1)]) == 0
+    assert "is up to date" in capsys.readouterr().out and file.stat().st_mtime_ns == measured
+    assert main(["report", str(report_run), *REPORT, "--limit", "2", "--keep", "--started", str(finished_at + 1)]) == 0
+    again = json.loads(file.read_text())
+    assert again["prompts"] == 2 and again["total_minutes"] == first["total_minutes"]
 
 
 @pytest.mark.parametrize(("dtype", "status"), [("float32", 1), ("bfloat16", 0)])

@@ -4,112 +4,159 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
+from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from dflash_lightning.commands.drafts import FoundDraft, find_draft, open_target_of
 from dflash_lightning.commands.evaluate import settings_of
+from dflash_lightning.commands.report_text import failures, table
 from dflash_lightning.data import load_prompts, render_prompt
 from dflash_lightning.data.overlap import ngram_overlap
-from dflash_lightning.data.rows import ChatRow, read_rows
-from dflash_lightning.decoding.benchmark import Timing, time_decoders
+from dflash_lightning.data.rows import ChatRow, TokenRow, find_file, read_rows
+from dflash_lightning.decoding import DecodingSettings
+from dflash_lightning.decoding.benchmark import Timing, reference_outputs, time_decoders
 from dflash_lightning.decoding.evaluation import Evaluator
-from dflash_lightning.run import RunFolder, versions
+from dflash_lightning.run import RunFolder, file_digest, json_text, machine, versions
+from dflash_lightning.target import FrozenTarget
 
 REPORT_FILE = "report.json"
 
 
 def report(args: argparse.Namespace) -> int:
-    """Decode held-out prompts with the run's best drafter, write ``report.json`` into the run and print it as a table.
+    """Decode prompts with the run's best drafter, write ``report.json`` into the run and print it as a table.
 
-    The exit status is 1 when an output differs from plain decoding.
+    With ``--keep`` a report of the same drafter, prompts and settings is printed instead of being made again.
+
+    The exit status is 1 when float32 output differs from the target's own, and when tau is below ``--min-tau``.
     """
-    settings = settings_of(args)
     folder = RunFolder(Path(args.run_dir))
-    messages = load_prompts(args.prompts, limit=args.limit)
+    file = folder.path / REPORT_FILE
     draft = find_draft(args.run_dir)
+    asked = _asked(args, draft)
+    earlier = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    if args.keep and earlier.get("asked") == asked:
+        print(f"{file} is up to date")
+        figures = earlier
+    else:
+        figures = {**_measure(args, draft), **_minutes(args, folder, earlier), "note": args.note, "asked": asked}
+        file.write_text(json_text(figures), encoding="utf-8")
+        print(f"written to {file}")
+    print(table(figures))
+    reasons = failures(figures, args.min_tau)
+    for reason in reasons:
+        print(f"dflash: {reason}", file=sys.stderr)
+    return 1 if reasons else 0
+
+
+def _asked(args: argparse.Namespace, draft: FoundDraft) -> dict[str, Any]:
+    """All that the figures depend on, but for what else the machine is doing."""
+    names = ("limit", "timed", "max_new_tokens", "batch_size", "target", "device", "dtype", "note")
+    return {
+        "drafter_sha256": file_digest(draft.source) if draft.source.is_file() else None,
+        "prompts_sha256": file_digest(find_file(args.prompts, setting="--prompts")),
+        "versions": versions(),
+        **{name: getattr(args, name) for name in names},
+    }
+
+
+def _measure(args: argparse.Namespace, draft: FoundDraft) -> dict[str, Any]:
+    settings = settings_of(args)
+    messages = load_prompts(args.prompts, limit=args.limit)
     target = open_target_of(draft, args.target, device=args.device, dtype=args.dtype)
     prompts = [render_prompt(target.tokenizer, m, **draft.chat_template_kwargs) for m in messages]
-    print(f"decoding {len(prompts)} held-out prompts, with and without drafts ...", flush=True)
+    overlap = _overlap(draft, target, messages)
+    print(f"decoding {len(prompts)} prompts, with and without drafts ...", flush=True)
     evaluation = Evaluator(target, draft.model, prompts, settings, num_checked=len(prompts))()
-    print(evaluation.table("held-out prompts"), flush=True)
+    print(evaluation.table("report"), flush=True)
+    print("decoding them with transformers.generate ...", flush=True)
+    same = _count_equal(evaluation.outputs, _reference(target, prompts, evaluation.outputs, settings))
     timed = prompts[: args.timed]
     print(f"timing {len(timed)} of them one at a time, three decoders taking turns ...", flush=True)
     timings = time_decoders(target, draft.model, timed, settings)
-    reference = timings["transformers_generate"].outputs
-    same_as_generate = sum(a == b for a, b in zip(timings["speculative"].outputs, reference, strict=True))
-    lossless = bool(evaluation.lossless) and same_as_generate == len(timed)
-    state = folder.state
-    figures: dict[str, Any] = {
+    timed_same = _count_equal(timings["speculative"].outputs, timings["transformers_generate"].outputs)
+    return {
         "tau": evaluation.stats.tau,
-        "lossless": lossless,
+        "lossless": bool(evaluation.lossless) and same == len(prompts) and timed_same == len(timed),
         "prompts": len(prompts),
         "identical_to_plain_decoding": f"{evaluation.identical} of {evaluation.num_checked}",
-        "identical_to_transformers_generate": f"{same_as_generate} of {len(timed)}",
+        "identical_to_transformers_generate": f"{same} of {len(prompts)}",
         "timed_prompts": len(timed),
+        "timed_identical_to_transformers_generate": f"{timed_same} of {len(timed)}",
         "s_per_token": {name: timing.s_per_token for name, timing in timings.items()},
         "cpu_s_per_token": {name: timing.cpu_s_per_token for name, timing in timings.items()},
         "speedup_over_autoregressive": _ratio(timings, "autoregressive"),
         "speedup_over_transformers_generate": _ratio(timings, "transformers_generate"),
-        "train_minutes": state.get("train_minutes"),
-        "total_minutes": None if args.started is None else (time.time() - args.started) / 60,
         "decoding": evaluation.summary(),
-        "overlap_with_training": _overlap(draft, messages),
+        "overlap_with_training": overlap,
         "prompts_file": str(args.prompts),
         "max_new_tokens": settings.max_new_tokens,
         "dtype": str(target.dtype).removeprefix("torch."),
-        "threads": torch.get_num_threads(),
+        "device": str(target.device),
+        "machine": machine(),
         "target": target.facts.name,
         "versions": versions(),
     }
-    (folder.path / REPORT_FILE).write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
-    print(_table(figures))
-    print(f"written to {folder.path / REPORT_FILE}")
-    return 0 if lossless else 1
+
+
+def _reference(
+    target: FrozenTarget, prompts: list[list[int]], outputs: list[list[int]], settings: DecodingSettings
+) -> list[list[int]]:
+    return reference_outputs(
+        target, prompts, outputs, max_new_tokens=settings.max_new_tokens, batch_size=settings.batch_size
+    )
+
+
+def _count_equal(ours: list[list[int]], theirs: list[list[int]]) -> int:
+    return sum(a == b for a, b in zip(ours, theirs, strict=True))
 
 
 def _ratio(timings: dict[str, Timing], baseline: str) -> float:
     return timings[baseline].s_per_token / timings["speculative"].s_per_token
 
 
-def _overlap(draft: FoundDraft, messages: list[list[dict[str, Any]]]) -> dict[str, Any] | None:
-    """Share of the prompts' word 13-grams that occur in the training text; null when the training file is unknown."""
-    train = draft.recipe.get("data", {}).get("train")
-    if not train:
+def _minutes(args: argparse.Namespace, folder: RunFolder, earlier: dict[str, Any]) -> dict[str, Any]:
+    """Minutes of training, and since ``--started``; a run that was finished before that keeps the total it had."""
+    state = folder.state
+    finished_at = state.get("finished_at")
+    if args.started is None or (finished_at is not None and finished_at < args.started):
+        total = earlier.get("total_minutes")
+    else:
+        total = (time.time() - args.started) / 60
+    return {"train_minutes": state.get("train_minutes"), "total_minutes": total}
+
+
+# -- what the prompts share with the training text --------------------------------------------------------------------
+
+
+def _overlap(draft: FoundDraft, target: FrozenTarget, messages: list[list[dict[str, Any]]]) -> dict[str, Any] | None:
+    """Share of the prompts' word 13-grams that occur in the training text; null where there is nothing to compare."""
+    data = draft.recipe.get("data", {})
+    paths = data.get("train") or []
+    reference: list[list[str]] = []
+    for path in [paths] if isinstance(paths, str) else paths:
+        try:
+            found = find_file(path, setting="data.train")
+        except ValueError as error:
+            print(f"no overlap with the training text is reported: {error}")
+            return None
+        for row in read_rows(found, limit=data.get("limit"), setting="data.train"):
+            reference += [text.split() for text in _texts(row, target.tokenizer)]
+    overlap = ngram_overlap([m["content"].split() for row in messages for m in row], reference, n=13)
+    if not overlap.reference_ngrams or not overlap.ngrams:
         return None
-    texts = [
-        message["content"].split()
-        for path in ([train] if isinstance(train, str) else train)
-        for row in read_rows(path, setting="data.train")
-        if isinstance(row, ChatRow)
-        for message in row.messages
-    ]
-    overlap = ngram_overlap([m["content"].split() for row in messages for m in row], texts, n=13)
     return {"n": overlap.n, "ngram_share": overlap.ngram_share, "prompt_share": overlap.sample_share}
 
 
-def _table(figures: dict[str, Any]) -> str:
-    wall, cpu = figures["s_per_token"], figures["cpu_s_per_token"]
-    rows = [
-        ("tau (tokens per round, pooled)", f"{figures['tau']:.2f} on {figures['prompts']} held-out in-domain prompts"),
-        (
-            "lossless",
-            f"{'yes' if figures['lossless'] else 'NO'}: {figures['identical_to_plain_decoding']} identical to "
-            f"plain decoding, {figures['identical_to_transformers_generate']} to transformers.generate",
-        ),
-        *((f"ms per token, {name}", f"{1e3 * wall[name]:6.1f} wall   {1e3 * cpu[name]:6.1f} CPU") for name in wall),
-        ("faster than the same loop without drafts", f"{figures['speedup_over_autoregressive']:.2f}x"),
-        ("faster than transformers.generate", f"{figures['speedup_over_transformers_generate']:.2f}x"),
-    ]
-    if figures["overlap_with_training"] is not None:
-        rows.append(("13-grams shared with training text", f"{figures['overlap_with_training']['ngram_share']:.1%}"))
-    rows += [
-        (f"{name} minutes", f"{figures[f'{name}_minutes']:.1f}")
-        for name in ("train", "total")
-        if figures[f"{name}_minutes"] is not None
-    ]
-    width = max(len(name) for name, _ in rows)
-    return "\n".join(f"  {name.ljust(width)}  {value}" for name, value in rows)
+def _texts(row: Any, tokenizer: Any) -> Iterator[str]:
+    """The texts of a training row: its messages, or what its ids say between special tokens."""
+    if isinstance(row, ChatRow):
+        yield from (message["content"] for message in row.messages)
+    elif isinstance(row, TokenRow) and tokenizer is not None:
+        special = set(tokenizer.all_special_ids)
+        for is_special, ids in groupby(row.input_ids, key=special.__contains__):
+            if not is_special:
+                yield tokenizer.decode(list(ids), skip_special_tokens=True)

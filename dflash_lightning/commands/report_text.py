@@ -1,0 +1,54 @@
+"""A report in words: the table that is printed, and why a report is a failure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def failures(figures: dict[str, Any], min_tau: float | None) -> list[str]:
+    """Why the exit status is 1; empty for a good report. Identity is promised in float32 only (field report F062)."""
+    reasons = []
+    if not figures["lossless"] and figures["dtype"] == "float32":
+        reasons.append(f"float32 output is not the target's own: {_identity(figures)}")
+    if min_tau is not None and not figures["tau"] >= min_tau:
+        reasons.append(f"tau is {figures['tau']:.3f}, below --min-tau {min_tau:g}")
+    return reasons
+
+
+def table(figures: dict[str, Any]) -> str:
+    """The figures as aligned lines."""
+    wall, cpu, note = figures["s_per_token"], figures["cpu_s_per_token"], figures["note"]
+    verdict = "yes" if figures["lossless"] else "NO" if figures["dtype"] == "float32" else "up to rounding"
+    rows = [
+        (
+            "tau (tokens per round, pooled)",
+            f"{figures['tau']:.2f} on {figures['prompts']} prompts" + (f", {note}" if note else ""),
+        ),
+        ("lossless", f"{verdict}: {_identity(figures)}"),
+        *((f"ms per token, {name}", f"{1e3 * wall[name]:6.1f} wall   {1e3 * cpu[name]:6.1f} CPU") for name in wall),
+        ("faster than the same loop without drafts", f"{figures['speedup_over_autoregressive']:.2f}x"),
+        ("faster than transformers.generate", f"{figures['speedup_over_transformers_generate']:.2f}x"),
+        ("timed on", _hardware(figures)),
+    ]
+    if figures["overlap_with_training"] is not None:
+        rows.append(("13-grams shared with training text", f"{figures['overlap_with_training']['ngram_share']:.1%}"))
+    rows += [
+        (f"{name} minutes", f"{figures[f'{name}_minutes']:.1f}")
+        for name in ("train", "total")
+        if figures[f"{name}_minutes"] is not None
+    ]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"  {name.ljust(width)}  {value}" for name, value in rows)
+
+
+def _identity(figures: dict[str, Any]) -> str:
+    return (
+        f"{figures['identical_to_plain_decoding']} identical to plain decoding, "
+        f"{figures['identical_to_transformers_generate']} to transformers.generate"
+    )
+
+
+def _hardware(figures: dict[str, Any]) -> str:
+    machine = figures["machine"]
+    used = machine["gpu"] if figures["device"].startswith("cuda") else f"{machine['cpu']}, {machine['threads']} threads"
+    return f"{used}, {figures['dtype']}, one prompt at a time"
