@@ -8,7 +8,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from dflash_lightning.data.rows import ChatRow, Message, PromptRow, find_file, parse_record
+from dflash_lightning.data.rows import ChatRow, Message, PromptRow, parse_record
+from dflash_lightning.files import find_file
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,9 @@ import dflash_lightning
 from dflash_lightning.data.answering import Answering
 from dflash_lightning.data.conversation import ChatRenderer
 from dflash_lightning.data.prompt_script import Failure, Script, read_scripts
-from dflash_lightning.data.row_log import RowLog, partial_path, write_atomic
-from dflash_lightning.data.rows import find_file
+from dflash_lightning.data.row_log import RowLog, partial_path
 from dflash_lightning.decoding import SamplingSpec
+from dflash_lightning.files import find_file, write_atomic
 from dflash_lightning.model import DraftModel
 from dflash_lightning.target import FrozenTarget
 

@@ -8,6 +8,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from dflash_lightning.files import write_atomic
+
 Row = dict[str, Any]
 
 
@@ -66,17 +68,3 @@ class RowLog:
 def partial_path(out: Path) -> Path:
     """Where the rows stand until all are done."""
     return out.with_name(out.name + ".partial")
-
-
-def write_atomic(path: Path, text: str) -> None:
-    """Write a whole file or nothing: readers see the old content or the new, also after a crash."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with draft.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)

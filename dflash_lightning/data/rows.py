@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,7 +9,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-PACKAGE_PREFIX = "package://"
+from dflash_lightning.files import find_file
+
 # Spellings of ShareGPT's ``from`` and of ``role`` that occur in the wild, and the role that chat templates know.
 ROLES = {
     "system": "system",
@@ -57,29 +57,6 @@ class PromptRow:
 
 
 Row = ChatRow | TokenRow | PromptRow
-
-
-def find_file(path: str | Path, *, setting: str = "data") -> Path:
-    """The file behind ``path``, which may also be ``package://<python package>/<file inside it>``.
-
-    Raises:
-        ValueError: there is no such file or package; ``setting`` says where the path was written.
-    """
-    text = str(path)
-    if not text.startswith(PACKAGE_PREFIX):
-        if not Path(path).expanduser().is_file():
-            raise ValueError(f"{setting}: {text} is not a file (looked from {Path.cwd()}). Check the path.")
-        return Path(path).expanduser()
-    package, _, inside = text[len(PACKAGE_PREFIX) :].partition("/")
-    spec = importlib.util.find_spec(package)
-    roots = [] if spec is None or spec.submodule_search_locations is None else list(spec.submodule_search_locations)
-    for root in roots:
-        if inside and (Path(root) / inside).is_file():
-            return Path(root) / inside
-    raise ValueError(
-        f"{setting}: {text} was not found: package {package!r} is {'at ' + roots[0] if roots else 'not installed'}. "
-        f"Write {PACKAGE_PREFIX}<python package>/<path inside it>, and install the package that holds the file."
-    )
 
 
 def read_rows(path: str | Path, *, limit: int | None = None, setting: str = "data") -> Iterator[Row]:

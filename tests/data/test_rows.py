@@ -96,7 +96,9 @@ def test_missing_file_is_named(tmp_path: Path) -> None:
 
 
 def test_file_inside_a_package_is_found_and_a_wrong_one_is_named() -> None:
-    with pytest.raises(ValueError, match=r"package 'dflash_lightning' is at .*path inside it"):
+    with pytest.raises(
+        ValueError, match=r"package 'dflash_lightning' has no file 'data/nothing.jsonl'.*path inside it"
+    ):
         list(read_rows("package://dflash_lightning/data/nothing.jsonl"))
     with pytest.raises(ValueError, match=r"package 'no_such_package' is not installed"):
         list(read_rows("package://no_such_package/a.jsonl"))

