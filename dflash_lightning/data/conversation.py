@@ -19,6 +19,7 @@ from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from dflash_lightning.data.rows import Message
+from dflash_lightning.target.mask_token import special_ids
 
 Supervise = Literal["all_turns", "last_turn"]
 SUPERVISE: tuple[Supervise, ...] = ("all_turns", "last_turn")
@@ -93,7 +94,7 @@ class ChatRenderer:
         self.tokenizer = check_template(tokenizer, chat_template_kwargs)
         self.kwargs = dict(chat_template_kwargs or {})
         self.supervise = supervise
-        self.split_ids = special_ids_of(self.tokenizer)
+        self.split_ids = special_ids(self.tokenizer)
         self.stop_ids = self.split_ids | set(stop_ids)
         self._tails: dict[str, list[int]] = {}
 
@@ -251,12 +252,6 @@ class ChatRenderer:
 
     def _ids(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-
-
-def special_ids_of(tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Ids of tokens that text is split at before anything else and that are control tokens, not content."""
-    added = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    return added | set(tokenizer.all_special_ids)
 
 
 def check_template(

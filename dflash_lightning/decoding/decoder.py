@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
-
-import torch
 
 from dflash_lightning.decoding.builder import BestChain, DraftBuilder, SampledChain
 from dflash_lightning.decoding.draft_proposer import DraftProposer
@@ -20,6 +17,7 @@ from dflash_lightning.decoding.stats import DecodeStats
 from dflash_lightning.decoding.types import Generation
 from dflash_lightning.decoding.verify import MatchVerifier, TokenVerifier, Verifier
 from dflash_lightning.model import DraftModel
+from dflash_lightning.ops.plain_mode import plain_mode
 from dflash_lightning.target import FrozenTarget, TargetAdapter
 from dflash_lightning.types import FeatureSpec
 
@@ -63,7 +61,7 @@ class SpeculativeDecoder:
         self.batch_size = batch_size
         sampler = Sampler(sampling, Noise(sampling.seed))
         by_rejection = name == "token" and draft is not None
-        with _plain_mode(target.device):
+        with plain_mode(target.device):
             adapter = TargetAdapter(target, FeatureSpec() if draft is None else draft.required(), packed=packed)
             self.proposer: Proposer = NoDrafts()
             if draft is not None:
@@ -89,13 +87,13 @@ class SpeculativeDecoder:
     def refresh(self) -> None:
         """Take the drafter's weights as they are now; ``decode`` does so itself."""
         if isinstance(self.proposer, DraftProposer):
-            with _plain_mode(self.target.device):
+            with plain_mode(self.target.device):
                 self.proposer.refresh()
 
     def warm_up(self) -> None:
         """Compile what will be compiled, if it is not yet; ``decode`` does so itself, outside of its measurements."""
         if isinstance(self.proposer, DraftProposer):
-            with _plain_mode(self.target.device):
+            with plain_mode(self.target.device):
                 self.proposer.warm_up()
 
     @property
@@ -126,7 +124,7 @@ class SpeculativeDecoder:
         self.warm_up()
         stats = DecodeStats(self.proposer.num_drafts)
         generations: list[Generation] = []
-        with _plain_mode(self.target.device):
+        with plain_mode(self.target.device):
             for begin in range(0, len(prompts), self.batch_size):
                 some = slice(begin, begin + self.batch_size)
                 generations += decode_batch(
@@ -181,11 +179,3 @@ def resolve_verifier(name: str, sampling: SamplingSpec) -> str:
             "Use temperature 0, or verifier 'match' or 'token'."
         )
     return name
-
-
-@contextmanager
-def _plain_mode(device: torch.device) -> Iterator[None]:
-    """No gradients, no autocast and no inference mode, whatever the caller is in: buffers outlive the call, and a graph
-    compiled under one mode would be compiled again under another."""
-    with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
-        yield

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from dflash_lightning.ops.packed_linear import pack_linears
+from dflash_lightning.ops.plain_mode import plain_mode
 from dflash_lightning.ops.shallow_copy import copy_tree
 from dflash_lightning.target.attention import GROUPED_SDPA
 from dflash_lightning.target.cache import RowCache
@@ -74,7 +74,7 @@ class TargetAdapter:
         ids = torch.zeros(len(prompts), max(lengths), dtype=torch.long)
         for row, prompt in enumerate(prompts):
             ids[row, : lengths[row]] = torch.as_tensor(prompt)
-        with _plain_mode(self.target.device):
+        with plain_mode(self.target.device):
             hidden, features = self._forward(ids.to(self.target.device), [0] * len(prompts))
             self._lengths, self._width = lengths, 0
             last = hidden[torch.arange(len(prompts), device=hidden.device), self.lengths - 1]
@@ -92,7 +92,7 @@ class TargetAdapter:
         if parents is not None:
             raise ValueError("TargetAdapter.verify: token trees are not supported yet. Verify a chain (parents=None).")
         assert self._lengths, "verify comes after prefill"
-        with _plain_mode(self.target.device):
+        with plain_mode(self.target.device):
             hidden, features = self._forward(tokens.to(self.target.device), self._lengths)
             self._width = tokens.shape[1]
             return self._logits(hidden), features
@@ -148,10 +148,3 @@ def _decoding_attention(target: FrozenTarget) -> str:
     if config._attn_implementation == "eager" or model_class is None or not model_class._supports_sdpa:
         return "eager"
     return GROUPED_SDPA if target.device.type == "cpu" else "sdpa"
-
-
-@contextmanager
-def _plain_mode(device: torch.device) -> Iterator[None]:
-    """No gradients, no autocast, and normal tensors even under ``inference_mode`` (its tensors cannot be updated)."""
-    with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
-        yield

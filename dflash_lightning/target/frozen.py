@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dflash_lightning.draft_config import DraftConfig
 from dflash_lightning.ops.lm_head import LanguageHead
+from dflash_lightning.ops.plain_mode import plain_mode
 from dflash_lightning.target import families
 from dflash_lightning.target.facts import check_layer_ids, find_stop_ids, make_facts
 from dflash_lightning.target.masks import is_packed, packed_mask
@@ -135,7 +136,7 @@ class FrozenTarget:
         says whether there are such rows (null looks, which waits for a GPU). Runs without gradients, autocast or cache;
         the result is made of normal tensors even under ``inference_mode``.
         """
-        with torch.inference_mode(False), torch.no_grad(), torch.autocast(self.device.type, enabled=False):
+        with plain_mode(self.device):
             packed = is_packed(position_ids) if packed is None else packed
             return self._features(input_ids.to(self.device), position_ids.to(self.device), spec, packed)
 

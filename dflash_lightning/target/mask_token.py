@@ -70,7 +70,7 @@ def reserved_ids(target: FrozenTarget) -> dict[int, str]:
 
 
 def special_ids(tokenizer: PreTrainedTokenizerBase | None) -> set[int]:
-    """Ids of added tokens marked special."""
+    """Ids of control tokens: added ones marked special (text is split at them first), bos, eos and the like."""
     if tokenizer is None:
         return set()
     marked = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
