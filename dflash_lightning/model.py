@@ -192,7 +192,7 @@ def load_draft(folder: str | Path) -> DraftModel:
 
 
 def save_draft(model: DraftModel, folder: str | Path) -> None:
-    """Write ``model`` to ``folder`` so that a reader sees the old content or the new one, never half of it."""
+    """Write ``model`` to ``folder``, which is replaced as a whole: a reader never finds half of it."""
     with without_progress_bars():
         write_folder(folder, model.save_pretrained)
 

@@ -39,7 +39,7 @@ def make_draft_config(
     """
     ids = conditioning.target_layer_ids
     if ids is None:
-        ids = conditioning.default_layer_ids(facts.num_layers, drafter.num_layers)
+        ids = conditioning.default_layer_ids(facts.num_layers)
     check_layer_ids(ids, facts)
     config = DraftConfig(
         **drafter.geometry(facts),

@@ -1,4 +1,4 @@
-"""A drafter on disk: z-lab's tensor names, strict loading, and writes that leave the old file or the new one."""
+"""A drafter on disk: z-lab's tensor names, strict loading, and writes that leave no half folder."""
 
 from __future__ import annotations
 
@@ -123,7 +123,10 @@ def without_progress_bars() -> Iterator[None]:
 
 
 def write_folder(folder: str | Path, write: Callable[[Path], Any]) -> None:
-    """Call ``write`` on an empty folder next to ``folder``, then put it in its place.
+    """Call ``write`` on an empty folder next to ``folder``, then put it in its place by renaming.
+
+    What stands there is never half of something. A folder cannot be exchanged in one step, though: between two renames
+    there is none, and a kill in that instant leaves the former one under the name ``.<folder>.old-<process>``.
 
     Raises:
         OSError: it could not be written (no space, no permission); what was there before is untouched.

@@ -3,6 +3,6 @@
 from dflash_lightning.block.anchored import Anchored
 from dflash_lightning.block.base import BlockConstructor
 from dflash_lightning.block.check import check_layout
-from dflash_lightning.block.merge import block_bucket, count_slots, merge_layouts
+from dflash_lightning.block.merge import count_slots, merge_layouts
 
-__all__ = ["Anchored", "BlockConstructor", "block_bucket", "check_layout", "count_slots", "merge_layouts"]
+__all__ = ["Anchored", "BlockConstructor", "check_layout", "count_slots", "merge_layouts"]

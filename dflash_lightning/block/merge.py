@@ -25,11 +25,6 @@ _BLOCK_FIELDS = (
 )
 
 
-def block_bucket(count: int, multiple: int) -> int:
-    """The smallest positive multiple of ``multiple`` that holds ``count`` blocks, so that few shapes occur."""
-    return max(1, -(-count // multiple)) * multiple
-
-
 def merge_layouts(
     rows: Sequence[Sequence[tuple[int, BlockLayout]]], *, num_blocks: int, alignment: Alignment
 ) -> BlockLayout:

@@ -26,7 +26,7 @@ class Conditioning(Component, nn.Module, ABC, axis=True):
     target_layer_ids: list[int] | None
 
     @abstractmethod
-    def default_layer_ids(self, num_target_layers: int, num_draft_layers: int) -> list[int]:
+    def default_layer_ids(self, num_target_layers: int) -> list[int]:
         """Target layers to tap when the recipe names none."""
 
     @abstractmethod

@@ -48,7 +48,7 @@ class KVInjection(Conditioning):
         self.target_layer_ids = target_layer_ids
         self.num_features = num_features
 
-    def default_layer_ids(self, num_target_layers: int, num_draft_layers: int) -> list[int]:
+    def default_layer_ids(self, num_target_layers: int) -> list[int]:
         ids = default_layer_ids(num_target_layers, self.num_features)
         if len(set(ids)) < len(ids) or min(ids) < 0:
             raise ValueError(

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dflash_lightning.block import Anchored, block_bucket, check_layout, count_slots, merge_layouts
+from dflash_lightning.block import Anchored, check_layout, count_slots, merge_layouts
 from dflash_lightning.types import Alignment, BlockLayout, Document, LabelLayout, SlotTotals
 
 MASK = 99
@@ -158,11 +158,6 @@ def test_a_block_counts_only_with_a_valid_slot() -> None:
         make_document(20, 1, holes=False), alignment, seed=0, epoch=0, vocabulary=nothing
     )
     assert len(part.rows) > 0 and count_slots(part).pack().abs().max() == 0
-
-
-@pytest.mark.parametrize("count, bucket", [(0, 8), (1, 8), (8, 8), (9, 16), (512, 512)])
-def test_buckets_hold_at_least_one_block(count: int, bucket: int) -> None:
-    assert block_bucket(count, 8) == bucket
 
 
 def test_laying_out_a_document_takes_about_a_millisecond() -> None:

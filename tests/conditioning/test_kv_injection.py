@@ -25,12 +25,12 @@ from dflash_lightning.types import FeatureSpec, TargetFeatures
 )
 def test_default_layers_are_those_of_the_released_code(num_target_layers, num_features, ids):
     assert default_layer_ids(num_target_layers, num_features) == ids
-    assert KVInjection(num_features=num_features).default_layer_ids(num_target_layers, 5) == ids
+    assert KVInjection(num_features=num_features).default_layer_ids(num_target_layers) == ids
 
 
 def test_more_features_than_the_target_can_space_out_are_refused():
     with pytest.raises(ValueError, match=r"num_features: 5 .* 6 decoder layers .*name target_layer_ids \(0..5\)"):
-        KVInjection().default_layer_ids(6, 2)
+        KVInjection().default_layer_ids(6)
     with pytest.raises(ValueError, match="Use 1 or more"):
         KVInjection(num_features=0)
 
