@@ -46,6 +46,12 @@ def test_features_are_selected_by_layer_in_the_order_asked_for() -> None:
         features.select((1, 4))
 
 
+def test_layers_that_the_features_do_not_hold_are_named() -> None:
+    features = TargetFeatures((1, 3), torch.zeros(1, 2, 2, 4))
+    with pytest.raises(ValueError, match=r"features hold target layers \[1, 3\], but layers \[0\] were asked for"):
+        features.select((3, 0))
+
+
 def test_totals_of_parts_add_up_and_survive_the_all_reduce_vector() -> None:
     one = SlotTotals(torch.tensor([0.0, 3, 2]), torch.tensor([0.0, 3, 1]), torch.tensor(3.0), torch.tensor(2.0))
     two = SlotTotals(torch.tensor([0.0, 1, 0]), torch.tensor([0.0, 1, 0]), torch.tensor(1.0), torch.tensor(1.0))

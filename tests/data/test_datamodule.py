@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor
 
 from dflash_lightning.block import Anchored, count_slots
@@ -377,11 +378,41 @@ def test_choice_of_turns_does_not_apply_to_tokenised_rows_and_is_refused(
         ({"row_tokens": 64}, "data.row_tokens: a row of 64 cannot hold.*Raise row_tokens"),
         ({"rows_per_batch": 0}, "data.rows_per_batch: 0 is not a count. Use 1"),
         ({"packing": False, "row_blocks": 4}, "data.row_blocks: applies to packed rows only"),
+        ({"train": []}, "data.train: names no file. Give a file"),
     ],
 )
 def test_bad_setting_is_refused(tiny_target: FrozenTarget, chats: str, settings: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        make_data(tiny_target, chats, **settings)
+        make_data(tiny_target, **{"train": chats, **settings})
+
+
+def test_a_cache_larger_than_the_memory_is_refused_before_a_feature_is_computed(
+    make_target: Callable[..., FrozenTarget], chats: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = make_data(make_target("llama"), chats, cache_features="ram")
+    monkeypatch.setattr(data.target, "features", lambda *args, **kw: pytest.fail("a feature was computed"))
+    monkeypatch.setattr("dflash_lightning.data.feature_cache.os.sysconf", lambda name: 256)  # 64 KiB of memory
+    with pytest.raises(ValueError, match=r"data.cache_features: 'ram' needs .* this machine has 0.0 GiB. Use null"):
+        data.train_dataloader()
+
+
+def test_accumulation_that_changes_during_the_run_is_refused(
+    tiny_target: FrozenTarget, chats: str, tmp_path: Path
+) -> None:
+    data = make_data(tiny_target, chats)
+    schedule = GradientAccumulationScheduler({0: 1, 2: 4})
+    data.trainer = Trainer(accelerator="cpu", logger=False, callbacks=[schedule], default_root_dir=str(tmp_path))
+    with pytest.raises(ValueError, match=r"GradientAccumulationScheduler .*Use a constant trainer.accumulate_grad"):
+        data.train_dataloader()
+
+
+def test_data_without_a_place_for_this_kind_of_block_is_refused(
+    tiny_target: FrozenTarget, chats: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = make_data(tiny_target, chats)
+    monkeypatch.setattr(Anchored, "eligible_anchors", lambda self, mask: torch.zeros(0, dtype=torch.long))
+    with pytest.raises(ValueError, match=r"block 'anchored' finds no place to start a block in any of \d+ documents"):
+        data.train_dataloader()
 
 
 def test_strict_turns_warnings_into_errors(tiny_target: FrozenTarget, chats: str) -> None:
