@@ -112,6 +112,38 @@ def test_a_memorised_text_is_drafted_whole(make_target, make_draft, overfit_draf
     assert result.stats.tau > 3.5
 
 
+def test_a_stop_token_inside_an_accepted_block_ends_the_text_there(
+    make_target, make_draft, overfit_draft, plain_generate
+) -> None:
+    """A drafter that knows the text by heart drafts past the stop token, which the loop must cut off."""
+    target = make_target("llama")
+    whole = plain_generate(target, PROMPTS[0], 30, ())
+    draft = make_draft(target, block_size=6)
+    overfit_draft(target, draft, [(PROMPTS[0], whole)], steps=80)
+    free = _decoder(target, draft).decode(PROMPTS[:1], max_new_tokens=30, stop_ids=()).generations[0]
+    assert free.output_ids == whole
+    # Where each round's tokens begin; the first token of the text belongs to no round.
+    begins = [1 + sum(free.committed[:r]) for r in range(len(free.committed))]
+    inside = [
+        (r, begins[r] + k)
+        for r, count in enumerate(free.committed)
+        for k in range(1, count - 2)  # drafts before and behind it are accepted too
+        if free.accepted[r] == count - 1 and whole.index(whole[begins[r] + k]) == begins[r] + k
+    ]
+    assert inside, "no token occurs for the first time in the middle of an accepted block"
+    for r, at in (inside[0], inside[-1]):
+        stop_ids = (whole[at],)
+        assert plain_generate(target, PROMPTS[0], 30, stop_ids) == whole[: at + 1]
+        for batch, batch_size in ((PROMPTS[:1], 1), (PROMPTS, 3)):
+            decoder = _decoder(target, draft, batch_size=batch_size)
+            result = decoder.decode(batch, max_new_tokens=30, stop_ids=stop_ids)
+            found = result.generations[0]
+            assert found.output_ids == whole[: at + 1] and found.finish == "stop"
+            assert len(found.accepted) == r + 1 and found.accepted[r] == free.accepted[r]
+            assert found.committed == [*free.committed[:r], at + 1 - begins[r]]
+            assert found.committed[r] < found.accepted[r], "the stop token was the last one of its block"
+
+
 def test_reduced_draft_vocabulary_proposes_its_own_tokens(
     make_target, make_draft, overfit_draft, plain_generate
 ) -> None:
