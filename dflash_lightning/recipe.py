@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, Trainer, seed_everything
 from omegaconf import DictConfig, OmegaConf
 
@@ -55,21 +56,31 @@ def check_recipe(cfg: DictConfig) -> None:
 def build_recipe(cfg: DictConfig) -> Parts:
     """Check, seed, then build: the target once (it is large), handed to module and data; callbacks into the trainer.
 
-    The drafter's weights are made later, in ``DraftModule.configure_model``.
+    The trainer comes first, so that settings it refuses are known before weights are loaded. The drafter's weights are
+    made last, in ``DraftModule.configure_model``.
 
     Raises:
-        RecipeError: see ``check_recipe``.
+        RecipeError: see ``check_recipe``; or Lightning refuses the trainer's settings on this machine.
     """
     check_recipe(cfg)
     tree: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
     seed_everything(tree["seed"], workers=True, verbose=False)
+    trainer = _make_trainer(tree)
     target = make_target(tree["target"])
     groups = ("block", "conditioning", "drafter", "head", "loss", "optim")
     plain = ("draft_vocabulary", "init_from", "seed")
     module = DraftModule(target, **{key: make(tree[key]) for key in groups}, **{key: tree[key] for key in plain})
     data = make(tree["data"], target=target)
-    trainer = make(tree["trainer"], callbacks=list(make(tree["callbacks"]).values()))
     return Parts(target=target, module=module, data=data, trainer=trainer)
+
+
+def _make_trainer(tree: dict[str, Any]) -> Trainer:
+    callbacks = list(make(tree["callbacks"]).values())
+    try:
+        return make(tree["trainer"], callbacks=callbacks)
+    except (MisconfigurationException, ValueError) as error:
+        do = "See the trainer options (dflash recipes), or set the trainer's arguments one by one"
+        raise RecipeError([Fault("trainer", str(error).rstrip("."), do)], f"recipe {tree['name']!r}") from error
 
 
 def make_target(node: dict[str, Any]) -> FrozenTarget:

@@ -26,13 +26,15 @@ from dflash_lightning.types import Alignment
 class Suggested:
     """What a target option proposes for drafters of that target; recipes read it as ``${target.suggested.<name>}``.
 
-    It never reaches ``load_target``. ``max_length`` counts tokens of a training row, ``decay`` is the loss decay that
-    goes with the block size (DFlash sec. 4.2).
+    It never reaches ``load_target``. ``max_length`` counts tokens of a training row, ``row_blocks`` the blocks that a
+    packed row has at most (null: no limit), ``decay`` is the loss decay that goes with the block size (DFlash
+    sec. 4.2).
     """
 
     block_size: int
     num_layers: int
     max_length: int
+    row_blocks: int | None
     decay: float
 
 
@@ -42,7 +44,7 @@ class _Unknown:
 
 UNKNOWN = _Unknown()
 # Keys that hold file names: they are looked up relative to the working folder before anything is loaded.
-_FILE_KEYS = ("data.train", "data.validation", "callbacks.*.prompts")
+_FILE_KEYS = ("data.train", "callbacks.*.prompts")
 
 
 def list_faults(cfg: DictConfig) -> list[Fault]:
@@ -210,16 +212,38 @@ def _check_alignment(block: Any) -> Iterator[Fault]:
 
 
 def _check_monitors(callbacks: Any) -> Iterator[Fault]:
-    """A checkpoint that follows a decoding metric needs somebody who decodes; Lightning would say so after an epoch."""
+    """A checkpoint that follows a decoding metric needs somebody who decodes, and must save when the metric is new.
+
+    Lightning would say the first after an epoch, and the second never: it would rank weights by an older measurement.
+    """
     nodes = {k: v for k, v in callbacks.items() if isinstance(v, dict)} if isinstance(callbacks, dict) else {}
-    if any(str(node.get("_target_")).endswith("SpeculativeEval") for node in nodes.values()):
-        return
+    evaluations = [node for node in nodes.values() if str(node.get("_target_")).endswith("SpeculativeEval")]
     for name, node in nodes.items():
-        if str(node.get("monitor")).startswith("decode/"):
+        if not str(node.get("monitor")).startswith("decode/"):
+            continue
+        if not evaluations:
             what = f"{node['monitor']!r} is never measured: no callback is a SpeculativeEval"
             yield Fault(
                 f"callbacks.{name}.monitor", what, "Add speculative_eval, or choose callbacks=[checkpoint_last]"
             )
+        elif str(node.get("_target_")).endswith("Checkpoint"):
+            yield from _check_fresh(evaluations[0].get("every_n_steps"), node, f"callbacks.{name}.every_n_train_steps")
+
+
+def _check_fresh(measured: Any, node: dict[str, Any], where: str) -> Iterator[Fault]:
+    saved = node.get("every_n_train_steps")
+    if any(not isinstance(period, int | None) or period == 0 for period in (measured, saved)):
+        return  # reported where it is written
+    if measured is None and saved is not None:
+        what = f"saves every {saved} steps, but {node['monitor']!r} is measured after epochs"
+        do = "Choose callbacks=[speculative_eval,checkpoint_steps], or remove it"
+    elif measured is not None and (saved is None or saved % measured):
+        when = "after epochs" if saved is None else f"every {saved} steps"
+        what = f"saves {when}, but {node['monitor']!r} is measured every {measured} steps"
+        do = f"Choose callbacks=[speculative_eval,checkpoint_steps], or set it to {measured}"
+    else:
+        return
+    yield Fault(where, what, do)
 
 
 def _check_suggested(target: Any) -> Iterator[Fault]:

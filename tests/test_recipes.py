@@ -91,7 +91,8 @@ def test_paper_settings_of_the_base_recipe() -> None:
     assert (cfg.block.block_size, cfg.block.num_anchors, cfg.drafter.num_layers) == (16, 512, 5)
     assert (cfg.conditioning.num_features, cfg.loss.cross_entropy.decay, cfg.optim.lr) == (5, 7.0, 6e-4)
     assert (cfg.trainer.gradient_clip_val, cfg.optim.warmup_fraction, cfg.trainer.max_epochs) == (1.0, 0.04, 6)
-    assert cfg.data.max_length == 3072
+    assert (cfg.data.max_length, cfg.data.row_blocks) == (3072, 512)
+    assert load_recipe("dflash", ["block.num_anchors=100", "target=a/b"]).data.row_blocks == 100
     llama = load_recipe("dflash", ["target=llama31_8b"])
     assert (llama.block.block_size, llama.loss.cross_entropy.decay) == (10, 5.0)
     coder = load_recipe("dflash", ["target=qwen3_coder_30b"])
@@ -240,11 +241,34 @@ def test_every_fault_is_reported_at_once(files: list[str]) -> None:
             r"trainer\.plugins\[0\]\._target_: 'no\.such\.Plugin' does not",
         ),
         ("~head", r"head: missing"),
+        ("decoding.top_k=5", r"decoding\.top_k: 5 would be ignored at temperature 0"),
+        ("decoding.temperature=-1", r"decoding\.temperature: -1\.0 is not >= 0"),
+        (
+            "callbacks.speculative_eval.every_n_steps=50",
+            r"callbacks\.best\.every_n_train_steps: saves after epochs, but 'decode/tau' is measured every 50 steps.*"
+            r"callbacks=\[speculative_eval,checkpoint_steps\]",
+        ),
+        (
+            "callbacks.best.every_n_train_steps=50",
+            r"callbacks\.best\.every_n_train_steps: saves every 50 steps, but 'decode/tau' is measured after epochs",
+        ),
     ],
 )
 def test_fault_says_where_what_and_what_to_do(override: str, message: str, files: list[str]) -> None:
     with pytest.raises(RecipeError, match=re.compile(message, re.DOTALL | re.IGNORECASE)):
         check_recipe(load_recipe("smoke", [*files, override]))
+
+
+def test_checkpoints_by_steps_follow_the_evaluation(files: list[str]) -> None:
+    chosen = ["callbacks=[speculative_eval,checkpoint_steps]", *files]
+    cfg = load_recipe("dflash", chosen)
+    check_recipe(cfg)
+    assert cfg.callbacks.best.every_n_train_steps == cfg.callbacks.speculative_eval.every_n_steps == 1000
+    cfg = load_recipe("dflash", [*chosen, "callbacks.speculative_eval.every_n_steps=30"])
+    check_recipe(cfg)
+    assert cfg.callbacks.best.every_n_train_steps == 30
+    text = _faults("dflash", [*chosen, "callbacks.best.every_n_train_steps=1500"])
+    assert "saves every 1500 steps, but 'decode/tau' is measured every 1000 steps" in text
 
 
 def test_recipe_that_leaves_data_open_names_both_keys() -> None:
@@ -317,3 +341,16 @@ def test_building_makes_the_target_once_and_hands_it_over(
     names = [type(callback).__name__ for callback in parts.trainer.callbacks]
     assert names.count("ModelCheckpoint") == 2 and "SpeculativeEval" in names
     assert parts.trainer.max_epochs == 2
+
+
+def test_settings_that_lightning_refuses_are_known_before_the_target_is_loaded(
+    files: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(source: str, *, dtype: str = "float32") -> Any:
+        raise AssertionError("weights were loaded")
+
+    monkeypatch.setattr("dflash_lightning.target.load_target", load)
+    with pytest.raises(RecipeError, match=r"trainer: .*strategy"):
+        build_recipe(load_recipe("smoke", [*files, "trainer.strategy=ddpp"]))
+    with pytest.raises(RecipeError, match=r"trainer: .*fast_dev_run"):
+        build_recipe(load_recipe("smoke", [*files, "trainer.fast_dev_run=-1"]))

@@ -90,6 +90,7 @@ class _MissingEvaluation(Callback):
             evaluation.evaluate_now(trainer, pl_module)
         for checkpoint in trainer.checkpoint_callbacks:
             if isinstance(checkpoint, ModelCheckpoint) and str(checkpoint.monitor).startswith("decode/"):
+                checkpoint.on_train_batch_end(trainer, pl_module, None, None, 0)  # those that save by steps
                 checkpoint.on_train_epoch_end(trainer, pl_module)
         pl_module.cpu()
 
