@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from transformers import PreTrainedTokenizerFast
 
 from dflash_lightning.callbacks import AtomicCheckpointIO
@@ -378,6 +379,37 @@ def test_run_that_was_killed_in_its_last_evaluation_is_finished_by_the_same_comm
     assert state["tau"] == pytest.approx(uncut["tau"] + 4)
     best = torch.load("runs/killed/checkpoints/best.ckpt", weights_only=True)
     assert best["global_step"] == state["optimizer_steps"]
+
+
+def test_checkpoints_by_steps_hold_the_weights_that_were_measured(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every evaluation is better than the one before, so the best is of the last one, not of the epoch's end."""
+    evaluate, calls = Evaluator.__call__, {"count": 0}
+
+    def better(self: Evaluator) -> Any:
+        found = evaluate(self)
+        calls["count"] += 1
+        found.stats.committed += found.stats.rounds * calls["count"]
+        return found
+
+    monkeypatch.setattr(Evaluator, "__call__", better)
+    chosen = ["callbacks=[speculative_eval,checkpoint_steps]", "callbacks.speculative_eval.every_n_steps=5"]
+    assert main(["fit", *SMOKE, *chosen, "run_dir=runs/steps"]) == 0
+    assert calls["count"] == 3  # before training, steps 5 and 10 of 12
+    best = torch.load("runs/steps/checkpoints/best.ckpt", weights_only=True)
+    state = next(v for k, v in best["callbacks"].items() if "decode/tau" in k)
+    assert best["global_step"] == 10
+    assert float(state["best_model_score"]) == pytest.approx(json.loads(Path("runs/steps/run.json").read_text())["tau"])
+
+
+def test_settings_that_lightning_refuses_in_the_run_are_a_users_error(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(self: DraftModule) -> None:
+        raise MisconfigurationException("no such thing on this machine")
+
+    monkeypatch.setattr(DraftModule, "on_fit_start", refuse)
+    assert main(["fit", *SMOKE, "run_dir=runs/refused"]) == 2
+    assert "dflash: trainer: no such thing on this machine" in capsys.readouterr().err
 
 
 def test_run_that_diverged_fails_and_says_what_to_try(
