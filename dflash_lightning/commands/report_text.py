@@ -50,5 +50,7 @@ def _identity(figures: dict[str, Any]) -> str:
 
 def _hardware(figures: dict[str, Any]) -> str:
     machine = figures["machine"]
-    used = machine["gpu"] if figures["device"].startswith("cuda") else f"{machine['cpu']}, {machine['threads']} threads"
+    used = (
+        machine["gpu"] if figures["device"].startswith("cuda") else f"{machine['cpu']}, threads: {machine['threads']}"
+    )
     return f"{used}, {figures['dtype']}, one prompt at a time"
