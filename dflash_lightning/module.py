@@ -173,7 +173,7 @@ class DraftModule(LightningModule):
         layout, context = batch.layout, self._step_context()
         features = batch.features
         if features is None:
-            features = self.target.features(batch.input_ids, batch.position_ids, self.required())
+            features = self.target.features(batch.input_ids, batch.position_ids, self.required(), packed=batch.packed)
         hidden = self.draft_model.block_hidden(
             self.target.embed(layout.input_ids), layout, features, batch.position_ids
         )
