@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,7 @@ class SpeculativeEval(Callback):
         self.every_n_steps = every_n_steps
         self.chat_template_kwargs = chat_template_kwargs or {}
         self.history: list[dict[str, float]] = []
+        self.seconds = 0.0  # spent here in this process, compilation included
         self._evaluator: Evaluator | None = None
         self._evaluated_at: int | None = None
         self._rendered: list[list[int]] = []
@@ -111,6 +113,7 @@ class SpeculativeEval(Callback):
         assert isinstance(pl_module, DraftModule)
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
+        begin = time.monotonic()
         self._evaluated_at = trainer.global_step
         _save_last(trainer)
         with isolate_rng():
@@ -120,6 +123,7 @@ class SpeculativeEval(Callback):
         self._log(trainer, pl_module, evaluation, figures)
         if trainer.is_global_zero:
             print(evaluation.table(f"decoding, {title}"), flush=True)
+        self.seconds += time.monotonic() - begin
 
     def _evaluate(self, trainer: Trainer, module: DraftModule) -> Evaluation:
         if self._evaluator is None:

@@ -26,15 +26,13 @@ from dflash_lightning.types import Alignment
 class Suggested:
     """What a target option proposes for drafters of that target; recipes read it as ``${target.suggested.<name>}``.
 
-    It never reaches ``load_target``. ``max_length`` counts tokens of a training row, ``row_blocks`` the blocks that a
-    packed row has at most (null: no limit), ``decay`` is the loss decay that goes with the block size (DFlash
-    sec. 4.2).
+    It never reaches ``load_target``. ``max_length`` counts tokens of a training row, ``decay`` is the loss decay that
+    goes with the block size (DFlash sec. 4.2).
     """
 
     block_size: int
     num_layers: int
     max_length: int
-    row_blocks: int | None
     decay: float
 
 

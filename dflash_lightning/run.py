@@ -22,6 +22,7 @@ from dflash_lightning.recipe_check import data_files
 from dflash_lightning.recipe_load import RECIPE_FILE, recipe_text
 
 STATE_FILE = "run.json"
+_MINUTES = ("train_minutes", "evaluation_minutes")
 _PARTIAL = ".partial"
 LIBRARIES = ("torch", "lightning", "transformers", "tokenizers", "safetensors", "hydra-core", "omegaconf")
 
@@ -102,13 +103,15 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         text = f"# dflash-lightning {__version__}; again: dflash fit {self.recipe}\n{recipe_text(cfg)}"
         _write(self.recipe, text)
-        minutes = self.state.get("train_minutes", 0.0) if self.last.exists() else 0.0
-        state = {"finished": False, "train_minutes": minutes, "versions": versions(), "data": _digests(cfg)}
-        self._write_state(state)
+        spent = {name: self.state.get(name, 0.0) if self.last.exists() else 0.0 for name in _MINUTES}
+        self._write_state({"finished": False, **spent, "versions": versions(), "data": _digests(cfg)})
 
-    def add_minutes(self, minutes: float) -> None:
-        """Count time spent in training, over all sessions of the run."""
-        self._write_state({**self.state, "train_minutes": self.state["train_minutes"] + minutes})
+    def add_minutes(self, *, train: float, evaluation: float) -> None:
+        """Count time spent in training (features included) and in evaluations, over all sessions of the run."""
+        state = self.state
+        for name, minutes in zip(_MINUTES, (train, evaluation), strict=True):
+            state[name] += minutes
+        self._write_state(state)
 
     def finish(self, **facts: Any) -> None:
         """Mark the run as finished now (``finished_at``, seconds since 1970); ``facts`` go into ``run.json``."""

@@ -53,6 +53,9 @@ class Anchored(BlockConstructor):
         """
         return (loss_mask[:-1] & loss_mask[1:]).nonzero().squeeze(1)
 
+    def num_blocks(self, loss_mask: Bool[Tensor, " S"]) -> int:
+        return min(super().num_blocks(loss_mask), self.num_anchors)
+
     def blocks(
         self,
         document: Document,

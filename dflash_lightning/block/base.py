@@ -27,6 +27,10 @@ class BlockConstructor(Component, ABC, axis=True):
     def eligible_anchors(self, loss_mask: Bool[Tensor, " S"]) -> Int[Tensor, " n"]:
         """Sorted positions at which a block may start."""
 
+    def num_blocks(self, loss_mask: Bool[Tensor, " S"]) -> int:
+        """How many blocks a document of this mask gives, without laying them out: packs are planned with it."""
+        return len(self.eligible_anchors(loss_mask))
+
     @abstractmethod
     def blocks(
         self,

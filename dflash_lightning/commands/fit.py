@@ -123,7 +123,9 @@ def _run(parts: Parts, folder: RunFolder, resume: str) -> int | None:
         return None
     finally:
         if _is_main():
-            folder.add_minutes((time.monotonic() - clock) / 60)
+            evaluations = [c for c in parts.trainer.callbacks if isinstance(c, SpeculativeEval)]  # type: ignore[attr-defined]
+            evaluation = sum(c.seconds for c in evaluations) / 60
+            folder.add_minutes(train=(time.monotonic() - clock) / 60 - evaluation, evaluation=evaluation)
     return parts.trainer.global_step if begin.step is None else begin.step
 
 

@@ -68,7 +68,6 @@ def _measure(args: argparse.Namespace, draft: FoundDraft) -> dict[str, Any]:
     messages = load_prompts(args.prompts, limit=args.limit)
     target = open_target_of(draft, args.target, device=args.device, dtype=args.dtype)
     prompts = [render_prompt(target.tokenizer, m, **draft.chat_template_kwargs) for m in messages]
-    overlap = _overlap(draft, target, messages)
     print(f"decoding {len(prompts)} prompts, with and without drafts ...", flush=True)
     evaluation = Evaluator(target, draft.model, prompts, settings, num_checked=len(prompts))()
     print(evaluation.table("report"), flush=True)
@@ -78,6 +77,7 @@ def _measure(args: argparse.Namespace, draft: FoundDraft) -> dict[str, Any]:
     print(f"timing {len(timed)} of them one at a time, three decoders taking turns ...", flush=True)
     timings = time_decoders(target, draft.model, timed, settings)
     timed_same = _count_equal(timings["speculative"].outputs, timings["transformers_generate"].outputs)
+    overlap = _overlap(draft, target, messages, evaluation.outputs)
     return {
         "tau": evaluation.stats.tau,
         "lossless": bool(evaluation.lossless) and same == len(prompts) and timed_same == len(timed),
@@ -126,14 +126,20 @@ def _minutes(args: argparse.Namespace, folder: RunFolder, earlier: dict[str, Any
         total = earlier.get("total_minutes")
     else:
         total = (time.time() - args.started) / 60
-    return {"train_minutes": state.get("train_minutes"), "total_minutes": total}
+    spent = {name: state.get(name) for name in ("train_minutes", "evaluation_minutes")}
+    return {**spent, "total_minutes": total}
 
 
 # -- what the prompts share with the training text --------------------------------------------------------------------
 
 
-def _overlap(draft: FoundDraft, target: FrozenTarget, messages: list[list[dict[str, Any]]]) -> dict[str, Any] | None:
-    """Share of the prompts' word 13-grams that occur in the training text; null where there is nothing to compare."""
+def _overlap(
+    draft: FoundDraft, target: FrozenTarget, messages: list[list[dict[str, Any]]], outputs: list[list[int]]
+) -> dict[str, Any] | None:
+    """Share of word 13-grams, of the prompts and of the target's answers to them, that occur in the training text.
+
+    Null where there is nothing to compare.
+    """
     data = draft.recipe.get("data", {})
     paths = data.get("train") or []
     reference: list[list[str]] = []
@@ -148,7 +154,11 @@ def _overlap(draft: FoundDraft, target: FrozenTarget, messages: list[list[dict[s
     overlap = ngram_overlap([m["content"].split() for row in messages for m in row], reference, n=13)
     if not overlap.reference_ngrams or not overlap.ngrams:
         return None
-    return {"n": overlap.n, "ngram_share": overlap.ngram_share, "prompt_share": overlap.sample_share}
+    shares = {"n": overlap.n, "ngram_share": overlap.ngram_share, "prompt_share": overlap.sample_share}
+    if target.tokenizer is not None:
+        answers = [str(target.tokenizer.decode(ids, skip_special_tokens=True)).split() for ids in outputs]
+        shares["answer_ngram_share"] = ngram_overlap(answers, reference, n=13).ngram_share
+    return shares
 
 
 def _texts(row: Any, tokenizer: Any) -> Iterator[str]:

@@ -31,11 +31,15 @@ def table(figures: dict[str, Any]) -> str:
         ("timed on", _hardware(figures)),
     ]
     if figures["overlap_with_training"] is not None:
-        rows.append(("13-grams shared with training text", f"{figures['overlap_with_training']['ngram_share']:.1%}"))
+        overlap = figures["overlap_with_training"]
+        shared = f"{overlap['ngram_share']:.1%} of the prompts'"
+        if "answer_ngram_share" in overlap:
+            shared += f", {overlap['answer_ngram_share']:.1%} of the answers'"
+        rows.append(("13-grams shared with training text", shared))
     rows += [
         (f"{name} minutes", f"{figures[f'{name}_minutes']:.1f}")
-        for name in ("train", "total")
-        if figures[f"{name}_minutes"] is not None
+        for name in ("train", "evaluation", "total")
+        if figures.get(f"{name}_minutes") is not None
     ]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"  {name.ljust(width)}  {value}" for name, value in rows)

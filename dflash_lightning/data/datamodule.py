@@ -181,7 +181,7 @@ class DraftData(LightningDataModule):
 
     def train_dataloader(self) -> StatefulLoader:
         block, alignment, spec, vocabulary = self._binding()
-        planner = self._planner(block, alignment)
+        planner = self._planner(block)
         sampler = PlanSampler(
             planner,
             rank=self.trainer.global_rank if self.trainer is not None else 0,
@@ -231,10 +231,11 @@ class DraftData(LightningDataModule):
             )
         return self._bound
 
-    def _planner(self, block: BlockConstructor, alignment: Alignment) -> Planner:
+    def _planner(self, block: BlockConstructor) -> Planner:
         """Leaves out documents that this block construction cannot start a block in, and says so."""
-        usable = [d for d in range(len(self.documents)) if len(block.eligible_anchors(self.documents[d].loss_mask))]
-        left_out = len(self.documents) - len(usable)
+        blocks = [block.num_blocks(self.documents[d].loss_mask) for d in range(len(self.documents))]
+        usable = [d for d, count in enumerate(blocks) if count]
+        left_out = len(blocks) - len(usable)
         if not usable:
             raise ValueError(
                 f"data: block {block.name!r} finds no place to start a block in any of {left_out} documents. "
@@ -242,13 +243,9 @@ class DraftData(LightningDataModule):
             )
         if left_out:
             self._say(f"data: {left_out} of {len(self.documents)} documents have no place to start a block: left out")
-        counts = [0] * len(usable)
-        if self.row_blocks is not None:
-            counts = [
-                block.blocks(self.documents[d], alignment, seed=self.seed, epoch=0).anchors.shape[1] for d in usable
-            ]
         settings = PlanSettings(self.seed, self.packing, self.row_tokens, self.row_blocks, self.rows_per_batch)
-        return Planner(usable, self.documents.lengths[usable].tolist(), counts, settings)
+        lengths, counts = self.documents.lengths[usable].tolist(), [blocks[d] for d in usable]
+        return Planner(usable, lengths, counts, settings)
 
     def _accumulate(self) -> int:
         if self.trainer is None:

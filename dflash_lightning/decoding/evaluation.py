@@ -118,7 +118,7 @@ class Evaluation:
         ]
         if self.checked.generated:
             lines.append(
-                f"  against plain decoding  {self.speedup:.2f}x faster, lossless: {self._verdict()} "
+                f"  against plain decoding  {self.speedup:.2f}x its speed at this batch size, lossless: {self._verdict()} "
                 f"({self.identical} of {self.num_checked} outputs identical)"
             )
         if self.differences:

