@@ -118,8 +118,8 @@ class Evaluation:
         ]
         if self.checked.generated:
             lines.append(
-                f"  against plain decoding  {self.speedup:.2f}x its speed at this batch size, lossless: {self._verdict()} "
-                f"({self.identical} of {self.num_checked} outputs identical)"
+                f"  against plain decoding  {self.speedup:.2f}x its speed at this batch size, "
+                f"lossless: {self._verdict()} ({self.identical} of {self.num_checked} outputs identical)"
             )
         if self.differences:
             shown = "; ".join(map(str, self.differences[:_SHOWN_DIFFERENCES]))
