@@ -29,10 +29,10 @@ from dflash_lightning.commands.drafts import find_draft
 from dflash_lightning.commands.evaluate import settings_of
 from dflash_lightning.commands.generate import TokenStream
 from dflash_lightning.data import load_prompts, render_prompt
-from dflash_lightning.decoding import benchmark
 from dflash_lightning.decoding.evaluation import Evaluator
 from dflash_lightning.model import DraftModel, save_draft
 from dflash_lightning.module import DraftModule
+from dflash_lightning.target import reference
 
 ROOT = Path(__file__).parent.parent
 COMMANDS = ["fit", "evaluate", "report", "generate", "regenerate", "show", "recipes"]
@@ -526,7 +526,7 @@ def test_report_counts_every_prompt_that_generate_answers_differently(
     report_run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The third prompt is not among the timed ones."""
-    whole = benchmark._generate
+    whole = reference._generate
     wrong = render_prompt(PreTrainedTokenizerFast.from_pretrained("target"), load_prompts("prompts.jsonl")[2])
 
     def disturbed(target: Any, prompts: list[list[int]], max_new_tokens: int) -> list[list[int]]:
@@ -535,7 +535,7 @@ def test_report_counts_every_prompt_that_generate_answers_differently(
             [*out[:-1], out[-1] ^ 1] if prompt == wrong else out for prompt, out in zip(prompts, outputs, strict=True)
         ]
 
-    monkeypatch.setattr(benchmark, "_generate", disturbed)
+    monkeypatch.setattr(reference, "_generate", disturbed)
     assert main(["report", str(report_run), *REPORT]) == 1
     figures = json.loads((report_run / "report.json").read_text())
     assert (figures["identical_to_transformers_generate"], figures["lossless"]) == ("3 of 4", False)
@@ -551,7 +551,8 @@ def test_report_finds_prompts_that_are_in_the_training_text(
     _set_training_file(report_run, train)
     assert main(["report", str(report_run), *REPORT, "--prompts", "shared.jsonl", "--timed", "1"]) == 0
     overlap = json.loads((report_run / "report.json").read_text())["overlap_with_training"]
-    assert overlap == (None if share is None else {"n": 13, "ngram_share": 1.0, "prompt_share": 0.5})
+    expected = {"n": 13, "ngram_share": 1.0, "prompt_share": 0.5, "answer_ngram_share": 0.0}
+    assert overlap == (None if share is None else expected)
 
 
 def test_report_keeps_what_is_up_to_date_and_the_total_of_the_first_time(

@@ -129,7 +129,7 @@ def test_swapping_an_option_leaves_nothing_of_the_old_one(tmp_path: Path) -> Non
     """F112: Hydra merges an overriding group into what a recipe says of the old one; then it is reported."""
     (tmp_path / "drafter").mkdir()
     (tmp_path / "drafter" / "other.yaml").write_text("_target_: dflash_lightning.drafter.BlockTransformer\n")
-    (tmp_path / "mine.yaml").write_text("defaults: [quickstart, override drafter: other, _self_]\n")
+    (tmp_path / "mine.yaml").write_text("defaults: [dflash, override drafter: other, _self_]\n")
     assert dict(load_recipe(str(tmp_path / "mine.yaml")).drafter) == {
         "_target_": "dflash_lightning.drafter.BlockTransformer"
     }

@@ -18,10 +18,11 @@ from dflash_lightning.data import load_prompts, render_prompt
 from dflash_lightning.data.overlap import ngram_overlap
 from dflash_lightning.data.rows import ChatRow, TokenRow, find_file, read_rows
 from dflash_lightning.decoding import DecodingSettings
-from dflash_lightning.decoding.benchmark import Timing, reference_outputs, time_decoders
+from dflash_lightning.decoding.benchmark import Timing, time_decoders
 from dflash_lightning.decoding.evaluation import Evaluator
 from dflash_lightning.run import RunFolder, file_digest, json_text, machine, versions
 from dflash_lightning.target import FrozenTarget
+from dflash_lightning.target.reference import reference_outputs
 
 REPORT_FILE = "report.json"
 

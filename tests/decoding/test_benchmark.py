@@ -2,8 +2,10 @@
 
 import pytest
 
-from dflash_lightning.decoding import DecodingSettings, benchmark
-from dflash_lightning.decoding.benchmark import generate_plainly, reference_outputs, time_decoders
+from dflash_lightning.decoding import DecodingSettings
+from dflash_lightning.decoding.benchmark import time_decoders
+from dflash_lightning.target import reference
+from dflash_lightning.target.reference import generate_plainly, reference_outputs
 
 PROMPTS = [[5, 9, 3, 200, 17], [44], [7, 7, 81, 120, 33, 2, 90, 61, 14, 250, 3], [1, 2]]
 NEW = 24
@@ -29,7 +31,7 @@ def test_batched_reference_is_generate_of_every_prompt_by_itself(family, batch_s
     target.stop_ids = (stop,)
     expected = [plain_generate(target, prompt, NEW, (stop,)) for prompt in PROMPTS]
     assert len({len(output) for output in expected}) > 1
-    found = benchmark._generate(target, PROMPTS, NEW)
+    found = reference._generate(target, PROMPTS, NEW)
     assert found == expected  # no near tie among these
     outputs = reference_outputs(target, PROMPTS, expected, max_new_tokens=NEW, batch_size=batch_size)
     assert outputs == expected
@@ -38,14 +40,14 @@ def test_batched_reference_is_generate_of_every_prompt_by_itself(family, batch_s
 def test_where_a_batch_disagrees_the_prompt_by_itself_is_the_truth(make_target, monkeypatch) -> None:
     target = make_target("llama")
     expected = [generate_plainly(target, prompt, max_new_tokens=NEW) for prompt in PROMPTS]
-    whole, asked = benchmark._generate, []
+    whole, asked = reference._generate, []
 
     def rounded(target, prompts, max_new_tokens):
         asked.append(len(prompts))
         outputs = whole(target, prompts, max_new_tokens)
         return [[0, *output] for output in outputs] if len(prompts) > 1 else outputs
 
-    monkeypatch.setattr(benchmark, "_generate", rounded)
+    monkeypatch.setattr(reference, "_generate", rounded)
     assert reference_outputs(target, PROMPTS, expected, max_new_tokens=NEW, batch_size=2) == expected
     assert asked == [2, 2, 1, 1, 1, 1]
     wrong = [[*expected[0], 7], *expected[1:]]
