@@ -94,7 +94,7 @@ def lift_settings(raw: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a drafter's ``config.json`` in one flat layout, whichever way the file spells them.
 
     z-lab's and SpecForge's files keep some settings flat and some in ``dflash_config``, and both spellings of RoPE are
-    about (field_reports F058, F102). The nested value wins; where the flat one disagrees, a warning names both.
+    about. The nested value wins; where the flat one disagrees, a warning names both.
     """
     settings = {key: value for key, value in raw.items() if key != NESTED}
     for key, value in (raw.get(NESTED) or {}).items():

@@ -118,7 +118,7 @@ def describe(hint: Any) -> str:
 
 
 def advice(value: Any, hint: Any) -> str:
-    """What to write instead of a value that does not fit; names the YAML trap where there is one (T09)."""
+    """What to write instead of a value that does not fit; names the YAML trap where there is one."""
     wanted = describe(hint)
     if value == "None":
         return "'None' is text in YAML: write null"

@@ -135,7 +135,7 @@ def _finite(tree: Any) -> Any:
 
 
 def machine() -> dict[str, Any]:
-    """What a speed was measured on (field report F092): processor, threads and, where CUDA is usable, the GPU."""
+    """What a speed was measured on: processor, threads and, where CUDA is usable, the GPU."""
     return {
         "cpu": _cpu_name(),
         "cores": os.cpu_count(),

@@ -36,7 +36,7 @@ def random_features(model, batch, length, *, dtype=torch.float32):
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_a_block_never_sees_its_anchors_feature_or_a_later_one(tiny_target, make_draft, make_layout, pattern):
-    """Leak probe (field_reports F037): gradient and change are exactly 0 from the anchor on, and not just before it."""
+    """Leak probe: gradient and change are exactly 0 from the anchor on, and not just before it."""
     model = make_draft(tiny_target, **pattern)
     layout = make_layout([[3, 4, 6]], block_size=4)
     embeddings, positions = tiny_target.embed(layout.input_ids), torch.arange(10)[None]
@@ -136,7 +136,7 @@ def zlab_names(num_layers):
 
 
 def test_five_layers_are_saved_as_exactly_the_58_tensors_of_zlab(tmp_path, tiny_target, make_draft):
-    """field_reports T13."""
+    """Exactly z-lab's 58 tensors for 5 layers."""
     model = make_draft(tiny_target, num_layers=5)
     save_draft(model, tmp_path / "draft")
     saved = load_file(tmp_path / "draft" / "model.safetensors")
@@ -219,7 +219,7 @@ def test_a_folder_without_a_drafter_is_refused(tmp_path):
 
 
 def test_settings_are_read_flat_or_nested(recwarn):
-    """field_reports T10 (a) and (b)."""
+    """Flat and nested settings come to the same."""
     ids = [1, 16, 31, 46, 61]
     a = {"block_size": 16, "rope_theta": 1e7, "dflash_config": {"mask_token_id": 5, "target_layer_ids": ids}}
     b = {
@@ -234,7 +234,7 @@ def test_settings_are_read_flat_or_nested(recwarn):
 
 
 def test_nested_settings_win_over_flat_ones_with_a_warning():
-    """field_reports T10 (c) and (d)."""
+    """The nested value wins, with a warning."""
     rope = {"rope_theta": 10000, "rope_parameters": {"rope_theta": 1000000}}
     with pytest.warns(UserWarning, match=r"rope_theta=10000 and rope_parameters.rope_theta=1000000; 1000000 is used"):
         assert lift_settings(rope)["rope_parameters"]["rope_theta"] == 1000000
@@ -244,7 +244,7 @@ def test_nested_settings_win_over_flat_ones_with_a_warning():
 
 @pytest.mark.parametrize("field", ["block_size", "mask_token_id", "target_layer_ids", "rope_theta", "hidden_size"])
 def test_a_missing_setting_is_named(tmp_path, tiny_target, make_draft, field):
-    """field_reports T10 (e)."""
+    """What is stated nowhere is named."""
     save_draft(make_draft(tiny_target), tmp_path)
     raw = json.loads((tmp_path / "config.json").read_text())
     raw.pop("rope_parameters" if field == "rope_theta" else field)

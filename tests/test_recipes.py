@@ -81,7 +81,7 @@ def test_shown_recipe_loads_to_an_equal_one(name: str, files: list[str], tmp_pat
     expected, got = (OmegaConf.to_container(c, resolve=True) for c in (cfg, again))
     expected["target"].pop("suggested", None)  # has gone into the settings that read it
     assert got == expected
-    assert got["data"]["chat_template_kwargs"] == {"mode": "1e-4", "flag": "off"}  # text stays text (F113)
+    assert got["data"]["chat_template_kwargs"] == {"mode": "1e-4", "flag": "off"}  # text stays text
     check_recipe(again)
 
 
@@ -126,7 +126,7 @@ def test_target_takes_a_path_or_hub_id_in_place_of_an_option(source: str) -> Non
 
 
 def test_swapping_an_option_leaves_nothing_of_the_old_one(tmp_path: Path) -> None:
-    """F112: Hydra merges an overriding group into what a recipe says of the old one; then it is reported."""
+    """Hydra merges an overriding group into what a recipe says of the old one; then it is reported."""
     (tmp_path / "drafter").mkdir()
     (tmp_path / "drafter" / "other.yaml").write_text("_target_: dflash_lightning.drafter.BlockTransformer\n")
     (tmp_path / "mine.yaml").write_text("defaults: [dflash, override drafter: other, _self_]\n")
@@ -158,7 +158,7 @@ def test_all_faults_of_a_command_line_are_reported_at_once() -> None:
 
 
 def test_numbers_that_yaml_reads_as_others_are_refused(tmp_path: Path) -> None:
-    """T09: 1:00:00:00 is 216000 and 0010 is 8 in YAML 1.1; 6e-4 is a number here."""
+    """1:00:00:00 is 216000 and 0010 is 8 in YAML 1.1; 6e-4 is a number here."""
     file = tmp_path / "mine.yaml"
     file.write_text("defaults: [dflash, _self_]\ntrainer:\n  max_time: 1:00:00:00\n  max_epochs: 0010\n")
     with pytest.raises(RecipeError) as caught:

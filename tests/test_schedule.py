@@ -13,7 +13,7 @@ WEIGHTS_16 += [0.3189, 0.2765, 0.2397, 0.2077, 0.1801, 0.1561, 0.1353]
 
 @pytest.mark.parametrize("block_size, decay, total", [(16, 7.0, 6.630611), (10, 5.0, 4.604759), (8, 4.0, 3.735212)])
 def test_decay_weights_of_the_paper_s_blocks_sum_to(block_size: int, decay: float, total: float) -> None:
-    """Same-position blocks predict one slot less than they hold (methods_training 1.1)."""
+    """Same-position blocks predict one slot less than they hold."""
     assert float(decay_weights(block_size - 1, decay).sum()) == pytest.approx(total, abs=2e-6)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 
 def failures(figures: dict[str, Any], min_tau: float | None) -> list[str]:
-    """Why the exit status is 1; empty for a good report. Identity is promised in float32 only (field report F062)."""
+    """Why the exit status is 1; empty for a good report. Identity is promised in float32 only."""
     reasons = []
     if not figures["lossless"] and figures["dtype"] == "float32":
         reasons.append(f"float32 output is not the target's own: {_identity(figures)}")

@@ -57,7 +57,7 @@ class Conversation:
         return self.finish == "length" or self.asked == len(self.script.messages)
 
     def row(self) -> dict[str, Any]:
-        """The finished row; trainers use its ids verbatim (field report F003), people read its messages."""
+        """The finished row; trainers use its ids verbatim, people read its messages."""
         return {
             "row": self.script.row,
             "messages": self.messages,

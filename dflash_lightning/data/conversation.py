@@ -1,9 +1,9 @@
 """From a conversation to ids and a loss mask, by the tokenizer's own chat template and nothing else.
 
-The supervised span of an assistant turn is where ``render(history + turn)`` extends
-``render(history, add_generation_prompt=True)``: exactly what the target would have to generate when it is served
-(field reports F002, F007). Regular expressions, generation markers and substitute templates are not used: each of them
-has given silently wrong or empty masks somewhere.
+The supervised span of an assistant turn is where ``render(history + turn)`` extends ``render(history,
+add_generation_prompt=True)``: exactly what the target would have to generate when it is served. Regular expressions,
+generation markers and substitute templates are not used: each of them has given silently wrong or empty masks
+somewhere.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class ChatRenderer:
         """One text for the whole conversation, or one per assistant turn where the template rewrites history.
 
         Templates that strip the thinking of earlier turns, or treat tool turns specially, show a turn differently once
-        it is history. Training on that form would teach text the target never generates (F004; cases T01 and T03).
+        it is history. Training on that form would teach text the target never generates.
         """
         turns = self.turns(messages, tools)
         if all(after.prompt.startswith(before.full) for before, after in pairwise(turns)):
@@ -176,7 +176,7 @@ class ChatRenderer:
         return Encoded(ids, mask)
 
     def _boundary(self, text: str, ids: list[int], starts: list[int], specials: list[int], position: int) -> int | None:
-        """Index of the first token after ``text[:position]``, or null if the prompt alone tokenises differently (F016).
+        """Index of the first token after ``text[:position]``, or null if the prompt alone tokenises differently.
 
         Tokenizers split at special tokens first, so it is enough to tokenise again what follows the last one of them.
         """

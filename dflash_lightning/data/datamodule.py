@@ -146,7 +146,7 @@ class DraftData(LightningDataModule):
         )
 
     def _check_unused_settings(self) -> None:
-        """Tokenised rows have no turns, so a choice of turns is refused, not ignored (F005).
+        """Tokenised rows have no turns, so a choice of turns is refused, not ignored.
 
         ``chat_template_kwargs`` is not: evaluation renders its prompts with the same field.
         """

@@ -17,7 +17,7 @@ from dflash_lightning.data.rows import ChatRow, PromptRow, Row, TokenRow, read_r
 from dflash_lightning.types import Document
 
 ENCODE_ROWS = 256  # rows tokenised in one call
-FEW_ANCHORS = 1000  # below this a drafter learns next to nothing (F022)
+FEW_ANCHORS = 1000  # below this a drafter learns next to nothing
 
 NO_RESPONSE = "a prompt without a response (make responses with `dflash regenerate`)"
 CUT = "nothing supervised within max_length"

@@ -1,8 +1,7 @@
 """Training conversations whose answers are the target's own.
 
 A drafter learns to continue what its target says, so answers written by anyone else teach it the wrong text. Here every
-user message is answered by the target itself, in a conversation whose earlier answers are the target's too (field
-reports F006, F021).
+user message is answered by the target itself, in a conversation whose earlier answers are the target's too.
 """
 
 from __future__ import annotations

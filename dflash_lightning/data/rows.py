@@ -41,7 +41,7 @@ class ChatRow:
 
 @dataclass(frozen=True)
 class TokenRow:
-    """Ids and mask that somebody else made; used verbatim (field report F003)."""
+    """Ids and mask that somebody else made; used verbatim."""
 
     where: str
     input_ids: list[int]

@@ -42,7 +42,7 @@ class Evaluation:
     decoded through the same loop without drafts. ``identical`` of ``num_checked`` outputs equal the plain ones token
     for token; where sampling goes by rejection, outputs need not be equal and ``num_checked`` is 0. In float32 they
     must be identical; lower precisions round one token and a block of tokens differently, so that near ties may fall
-    either way (field report F062). ``differences`` and ``outputs`` (of all prompts, in their order) are this rank's.
+    either way. ``differences`` and ``outputs`` (of all prompts, in their order) are this rank's.
     """
 
     stats: DecodeStats

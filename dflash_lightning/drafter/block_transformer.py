@@ -26,7 +26,7 @@ class BlockTransformer(Drafter):
 
     Null settings are the target's own, except ``rope_parameters``: null rotates the whole head plainly with the
     target's ``rope_theta`` and is written out in the config. Copying the target's RoPE would claim a scaling or a
-    partial rotation that the drafter does not have (field_reports F056-F060). ``init_from_target`` starts every layer
+    partial rotation that the drafter does not have. ``init_from_target`` starts every layer
     from one of the target's last layers; where those have no q/k norm, its gain starts at ``qk_norm_gain`` (1.5 learnt
     faster than 1.0 on SmolLM2). ``is_causal`` null means by layer type: sliding layers are causal inside a block, full
     ones are not.

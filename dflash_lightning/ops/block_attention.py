@@ -6,7 +6,7 @@
 # slot 1         x x x . . | x x x
 ```
 Visibility is decided by row numbers only, never by block numbers: overlapping blocks must not see what their own anchor
-could not (field_reports F037). Neither a score nor a mask of shape [N*K, S + N*K] ever exists: blocks are sorted, so a
+could not. Neither a score nor a mask of shape [N*K, S + N*K] ever exists: blocks are sorted, so a
 chunk of neighbours shares one narrow slice of the context, and its probabilities are computed again in backward.
 """
 

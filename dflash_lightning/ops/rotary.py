@@ -1,7 +1,7 @@
 """Rotary position embedding of the plain kind: full rotary, half-split pairs, no scaling.
 
 The angles are computed from (theta, head_dim, positions) whenever they are needed: there is no buffer that a cast to
-bf16 could round, that a meta-device load could leave empty, or that could exist on some ranks only (F070).
+bf16 could round, that a meta-device load could leave empty, or that could exist on some ranks only.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def check_rope(rope_parameters: Mapping[str, Any], *, where: str) -> float:
 
     Raises:
         ValueError: a scaled or partial rotation, or no base. A drafter that rotates otherwise than it says drafts
-            badly without any error (field_reports F056-F060), so nothing is assumed here.
+            badly without any error, so nothing is assumed here.
     """
     kind = rope_parameters.get("rope_type", rope_parameters.get("type", "default"))
     if kind != "default":

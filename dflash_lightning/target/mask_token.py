@@ -39,7 +39,7 @@ def choose_mask_token_id(target: FrozenTarget, used_ids: AbstractSet[int] = froz
 
 
 def check_mask_token_id(mask_token_id: int, target: FrozenTarget, used_ids: AbstractSet[int] = frozenset()) -> None:
-    """Refuse a mask id that serves another purpose or does not exist: drafts would be wrong without any error (F103).
+    """Refuse a mask id that serves another purpose or does not exist: drafts would be wrong without any error.
 
     Raises:
         ValueError: outside the embedding, pad, eos, bos or unk, or an id that occurs in the training data.

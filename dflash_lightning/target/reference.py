@@ -15,7 +15,7 @@ def generate_plainly(target: FrozenTarget, prompt: list[int], *, max_new_tokens:
     """Greedy output of ``transformers.generate``: the reference that every lossless decoder must reproduce.
 
     What the model's ``generation_config`` asks for besides (repetition penalty, n-gram bans, suppressed and forced
-    tokens ...) is not applied: target, drafter and baselines share one law, the target's own (field report F093).
+    tokens ...) is not applied: target, drafter and baselines share one law, the target's own.
     """
     return _generate(target, [prompt], max_new_tokens)[0]
 

@@ -87,7 +87,7 @@ def test_t05_labels_mask_and_decay() -> None:
 def test_label_teacher_and_previous_token_of_both_layouts(
     label_layout: LabelLayout, labels: list[int], teacher: list[int]
 ) -> None:
-    """Anchor 5, block size 4; ids equal positions, so that labels are label indices (methods_training 0.1)."""
+    """Anchor 5, block size 4; ids equal positions, so that labels are label indices."""
     document = make_document([1] * 12, ids=list(range(12)))
     block = block_at(make_blocks(document, label_layout=label_layout), 5)
     first = Alignment(4, MASK, label_layout).first_slot

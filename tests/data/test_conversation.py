@@ -1,4 +1,4 @@
-"""Masks come from render boundaries of the tokenizer's own template (field reports F001-F016, cases T01-T03)."""
+"""Masks come from render boundaries of the tokenizer's own template."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_turns_after_the_last_response_are_left_out() -> None:
 
 
 def test_thinking_stripped_from_history_gives_one_row_per_turn() -> None:
-    """Case T01."""
+    """Thinking is stripped from history: one row per assistant turn."""
     messages = chat("2+2?", "<think>\nadd\n</think>\n\n4", "3+3?", "<think>\nsum\n</think>\n\n6")
     rows = encode(ChatRenderer(make_tokenizer(QWEN3)), messages)
     assert [spans for _, spans in rows] == [
@@ -149,7 +149,7 @@ def test_thinking_stripped_from_history_gives_one_row_per_turn() -> None:
 
 
 def test_empty_think_block_of_the_generation_prompt_is_not_supervised() -> None:
-    """Case T02."""
+    """Without thinking, the empty think block belongs to the prompt."""
     renderer = ChatRenderer(make_tokenizer(QWEN3), chat_template_kwargs={"enable_thinking": False})
     ((prompt, spans),) = encode(renderer, chat("Hi", "Hello."))
     assert prompt.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
@@ -158,14 +158,14 @@ def test_empty_think_block_of_the_generation_prompt_is_not_supervised() -> None:
 
 
 def test_response_without_reasoning_while_thinking_is_on_is_noticed() -> None:
-    """Case T02, thinking on: the empty block would be supervised although the target would not write it."""
+    """Thinking on: the empty block would be supervised although the target would not write it."""
     renderer = ChatRenderer(make_tokenizer(QWEN3))
     assert [turn.has_empty_reasoning for turn in renderer.turns(chat("Hi", "Hello."))] == [True]
     assert [turn.has_empty_reasoning for turn in renderer.turns(chat("Hi", "<think>\na\n</think>\n\nb"))] == [False]
 
 
 def test_tool_turn_fans_out_and_supervises_neither_result_nor_headers() -> None:
-    """Case T03."""
+    """A tool's answer is never supervised, and the template is not append-only."""
     call = "<tool_call>\n{}\n</tool_call>"
     messages = [
         {"role": "user", "content": "Temp?"},
@@ -207,7 +207,7 @@ def test_marker_text_inside_the_content_is_content(content: str) -> None:
 
 
 def test_token_that_would_run_across_the_prompt_boundary_is_split_there() -> None:
-    """F016: "\\n\\n" is one token of this tokenizer, but a served prompt ends with its own "\\n"."""
+    """The pair "\\n\\n" is one token of this tokenizer, but a served prompt ends with its own "\\n"."""
     tokenizer = make_tokenizer(CHATML, merges=(("Ċ", "Ċ"),))
     assert len(tokenizer("\n\n")["input_ids"]) == 1
     renderer = ChatRenderer(tokenizer)
@@ -249,7 +249,7 @@ PIECES = [*"ab \n.<|>\u00e9\u4e2d\U0001f600", "<|im_end|>", "<|im_start|>", "ass
 
 
 def test_leading_space_of_a_response_does_not_merge_with_the_prompt(smollm2: PreTrainedTokenizerBase) -> None:
-    """F016 with a real vocabulary: jointly tokenised, the prompt's newline and the space would be one token."""
+    """With a real vocabulary: jointly tokenised, the prompt's newline and the space would be one token."""
     renderer = ChatRenderer(smollm2)
     messages = chat("Go on.", "  indented\n")
     prompt = render_prompt(smollm2, messages[:1])

@@ -364,7 +364,7 @@ def test_ids_of_another_model_are_refused_with_their_line(tiny_target: FrozenTar
 def test_choice_of_turns_does_not_apply_to_tokenised_rows_and_is_refused(
     tiny_target: FrozenTarget, tmp_path: Path
 ) -> None:
-    """F005."""
+    """A setting that does not apply is refused."""
     path = str(write_tokens(tmp_path / "t.jsonl", ([1, 2], [1, 1])))
     with pytest.raises(ValueError, match=r"data.supervise: 'last_turn' does not apply.*Remove it"):
         make_data(tiny_target, path, supervise="last_turn")

@@ -35,7 +35,7 @@ def decode(parts, prompts, *, max_new_tokens=100, stop_ids=(), requests=None, on
 
 
 def test_a_stop_token_inside_a_block_ends_the_text_there(table_target, scripted_proposer, make_parts) -> None:
-    """T08: prefill gives 10; drafts [11, 12, 99] and [14, 2, 15]; the second round would accept all three."""
+    """prefill gives 10; drafts [11, 12, 99] and [14, 2, 15]; the second round would accept all three."""
     text = [5, 10, 11, 12, 13, 14, 2, 15, 16]
     drafts = [[11, 12, 99], [14, 2, 15]]
 
@@ -139,7 +139,7 @@ def test_rows_of_a_batch_end_on_their_own(table_target, scripted_proposer, make_
 
 
 def test_output_is_cut_by_count_and_never_by_value(table_target, scripted_proposer, make_parts) -> None:
-    """F095: a text full of the token that fills masked slots comes out whole."""
+    """a text full of the token that fills masked slots comes out whole."""
     text = [5] + [0] * 9
     parts = make_parts(table_target(follow(text)), scripted_proposer(3, lambda b, prefix, r: [0, 0, 0]))
     (found,), _ = decode(parts, [[5]], max_new_tokens=9)

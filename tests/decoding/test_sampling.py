@@ -15,7 +15,7 @@ def law(logits: torch.Tensor, **settings: object) -> torch.Tensor:
 
 
 def test_top_p_cuts_the_law_that_top_k_left() -> None:
-    """k then p keeps two tokens, (.5714, .4286); p then k would keep three (methods_decoding section 2)."""
+    """k then p keeps two tokens, (.5714, .4286); p then k would keep three."""
     found = law(P.log(), temperature=1.0, top_k=3, top_p=0.75)
     torch.testing.assert_close(found, torch.tensor([4 / 7, 3 / 7, 0.0, 0.0]))
     torch.testing.assert_close(law(P.log(), temperature=1.0, top_p=0.75), torch.tensor([4 / 9, 3 / 9, 2 / 9, 0.0]))

@@ -16,7 +16,7 @@ def stats_of(num_drafts: int, rounds: list[tuple[int, int, int]]) -> DecodeStats
 
 
 def test_worked_vector_with_widths_and_a_cut_round() -> None:
-    """methods_decoding section 10: five rounds of seven drafts, one verified four wide, one cut by a stop token."""
+    """five rounds of seven drafts, one verified four wide, one cut by a stop token."""
     stats = stats_of(7, [(7, 7, 8), (7, 2, 3), (7, 0, 1), (4, 4, 5), (7, 5, 3)])
     assert stats.tau == 4.0
     assert stats.tau_whole == 4.25
@@ -31,7 +31,7 @@ def test_worked_vector_with_widths_and_a_cut_round() -> None:
 
 
 def test_acceptance_length_of_four_runs() -> None:
-    """T07: runs of 3, 2, 1, 0 of three drafts; a product of averaged accuracies would say 1.25 instead of 1.5."""
+    """runs of 3, 2, 1, 0 of three drafts; a product of averaged accuracies would say 1.25 instead of 1.5."""
     stats = stats_of(3, [(3, 3, 4), (3, 2, 3), (3, 1, 2), (3, 0, 1)])
     assert stats.tau == 2.5
     assert stats.whole_accepted / stats.whole_rounds == 1.5
@@ -52,7 +52,7 @@ def test_a_cut_round_counts_its_tokens_and_nothing_else() -> None:
 
 
 def test_pooled_tau_is_not_the_mean_of_requests() -> None:
-    """methods_decoding section 0: rounds [8, 8] and [1] * 8 pool to 2.4; the requests' own ratios average 4.5."""
+    """rounds [8, 8] and [1] * 8 pool to 2.4; the requests' own ratios average 4.5."""
     stats = DecodeStats(7)
     for request, committed in enumerate(([8, 8], [1] * 8)):
         for count in committed:

@@ -1,6 +1,6 @@
 """Losslessness above temperature 0: exact enumeration through the shipped verifiers, and identity under keyed noise.
 
-Tables E3 and P2 of methods_decoding section 3; fractions there are worked out by hand.
+Tables E3 and P2: fractions worked out by hand.
 """
 
 import itertools

@@ -25,7 +25,7 @@ def test_null_settings_are_the_targets_own(tiny_target, make_draft):
 
 
 def test_rope_of_the_target_is_never_copied_whole(make_target, make_draft):
-    """field_reports F057: a target with scaled RoPE gets a drafter that rotates plainly, and says so."""
+    """a target with scaled RoPE gets a drafter that rotates plainly, and says so."""
     scaled = {"rope_type": "linear", "factor": 4.0, "rope_theta": 5000.0}
     config = make_draft(make_target("llama", rope_parameters=scaled)).config
     assert config.rope_parameters == {"rope_type": "default", "rope_theta": 5000.0}
@@ -99,7 +99,7 @@ def test_norms_compute_in_fp32_under_autocast_and_parameters_stay_fp32(tiny_targ
 
 
 def test_nothing_is_made_lazily(tiny_target, make_draft, make_layout):
-    """field_reports F070: buffers and parameters before the first forward are those after it."""
+    """buffers and parameters before the first forward are those after it."""
     model = make_draft(tiny_target)
     before = [name for name, _ in [*model.named_parameters(), *model.named_buffers()]]
     model.drafter(torch.randn(1, 1, 4, 32), make_layout([[5]], block_size=4), NoContext())

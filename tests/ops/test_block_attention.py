@@ -191,7 +191,7 @@ def visible_counts(anchors, length, block_size, causal, window):
 
 
 def test_visible_counts_of_the_method_sheet():
-    """methods_training 0.2: S = 8, anchors 2 and 5, K = 3."""
+    """S = 8, anchors 2 and 5, K = 3."""
     assert visible_counts([2, 5], 8, 3, False, None) == [5, 5, 5, 8, 8, 8]
     assert visible_counts([2, 5], 8, 3, True, None) == [3, 4, 5, 6, 7, 8]
     # Slot 0 and 2 of a block are 2 apart, so a window of 4 narrows only the context.
@@ -199,7 +199,7 @@ def test_visible_counts_of_the_method_sheet():
 
 
 def test_overlapping_blocks_do_not_leak():
-    """field_reports T04: L = 10, B = 4, anchors 3 and 5; 64 visible cells; feature 3 reaches block 1 only."""
+    """L = 10, B = 4, anchors 3 and 5; 64 visible cells; feature 3 reaches block 1 only."""
     assert visible_counts([3, 5], 10, 4, False, None) == [7] * 4 + [9] * 4
     g = torch.Generator().manual_seed(0)
     q, k_own, v_own = (torch.randn(1, 2, 4, 2, 8, generator=g) for _ in range(3))

@@ -112,7 +112,7 @@ def test_warm_up_and_cosine_count_optimizer_steps(parts, write_rows, tiny_target
 
 
 def test_bf16_training_moves_fp32_norms(parts, write_rows, tiny_target, tmp_path):
-    # T11: half a bf16 step below 1.0 is 2e-3, so pure bf16 weights would stay at 1.0 with these small steps.
+    # half a bf16 step below 1.0 is 2e-3, so pure bf16 weights would stay at 1.0 with these small steps.
     make_module, make_data, make_trainer = parts
     module = make_module(tiny_target, optim=OptimSettings(lr=6e-4, warmup_steps=0))
     trainer = make_trainer(tmp_path, max_steps=100, max_epochs=-1, precision="bf16-mixed")
@@ -127,7 +127,7 @@ def test_bf16_training_moves_fp32_norms(parts, write_rows, tiny_target, tmp_path
 
 
 def test_a_constant_gradient_moves_a_weight_from_1_to_094_in_bf16_mixed(parts, write_rows, tiny_target, tmp_path):
-    # T11's numbers: weight 1.0, constant gradient 0.01, Adam, lr 6e-4, 100 steps.
+    # weight 1.0, constant gradient 0.01, Adam, lr 6e-4, 100 steps.
     make_module, make_data, make_trainer = parts
     module = make_module(tiny_target, optim=OptimSettings(lr=6e-4, warmup_steps=0, final_fraction=1.0))
 

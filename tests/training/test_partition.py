@@ -1,4 +1,4 @@
-"""Gradients, logged numbers and decoding figures do not depend on how a batch is cut (T12, F045, F047, F069)."""
+"""Gradients, logged numbers and decoding figures do not depend on how a batch is cut."""
 
 from __future__ import annotations
 
