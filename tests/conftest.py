@@ -5,7 +5,10 @@ Tests ask for the *functions* ``make_tiny_model(family)`` and ``make_target(fami
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -233,3 +236,14 @@ def family(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(autouse=True)
 def _fixed_seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _process_as_before() -> Iterator[None]:
+    """No test sees another's traces: Lightning sets variables, and ignores Ctrl-C once it has seen one."""
+    environment, folder, on_interrupt = dict(os.environ), Path.cwd(), signal.getsignal(signal.SIGINT)
+    yield
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    signal.signal(signal.SIGINT, on_interrupt)

@@ -7,10 +7,9 @@ import errno
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -60,14 +59,10 @@ def workplace(
 
 
 @pytest.fixture
-def here(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The workplace as working folder; what Lightning leaves in the environment is taken back."""
+def here(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The workplace as working folder."""
     monkeypatch.chdir(workplace)
-    before = dict(os.environ)
-    yield workplace
-    os.environ.clear()
-    os.environ.update(before)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # Lightning ignores Ctrl-C once it has seen one
+    return workplace
 
 
 SMOKE = [

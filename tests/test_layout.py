@@ -202,15 +202,17 @@ def _python(code: str) -> str:
     return run.stdout.strip()
 
 
-def test_importing_the_package_is_quick_and_loads_no_torch() -> None:
+def test_importing_the_package_is_quick_and_loads_the_standard_library_only() -> None:
+    """CPU seconds, the best of three: measured 0.015."""
     code = (
-        "import time, sys; t = time.process_time(); import dflash_lightning, dflash_lightning.cli; "
-        "heavy = ('torch', 'lightning', 'transformers', 'hydra'); "
-        "print(time.process_time() - t, [m for m in heavy if m in sys.modules])"
+        "import sys, time; known = set(sys.modules); begin = time.process_time(); "
+        "import dflash_lightning, dflash_lightning.cli; spent = time.process_time() - begin; "
+        "loaded = {m.partition('.')[0] for m in set(sys.modules) - known}; "
+        "print(spent, sorted(loaded - {*sys.stdlib_module_names, 'dflash_lightning'}))"
     )
-    seconds, _, loaded = _python(code).partition(" ")
-    assert loaded == "[]"
-    assert float(seconds) < 0.2  # CPU seconds, so that a busy machine does not decide
+    found = [_python(code).split(" ", 1) for _ in range(3)]
+    assert {others for _, others in found} == {"[]"}
+    assert min(float(seconds) for seconds, _ in found) < 0.2
 
 
 def test_recipe_files_are_read_without_torch() -> None:

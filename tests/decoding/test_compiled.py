@@ -1,7 +1,10 @@
 """What runs without the shape hook: the compiled draft step (static graphs, never yesterday's weights), and speed."""
 
+import gc
+import statistics
 import time
 import warnings
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -109,20 +112,34 @@ def test_every_way_a_backend_gives_up_leaves_decoding_running(
     assert result.stats.compiled is False
 
 
-def test_plain_decoding_is_not_slower_than_generate(make_target, plain_generate) -> None:
-    """CPU seconds of one prompt, best of five each, with room for the noise of a busy machine.
+def test_plain_decoding_is_not_slower_than_generate(make_target, plain_generate, one_thread) -> None:
+    """CPU seconds of this thread, the two taking turns; the median of the pairs' ratios, after a pair to warm up.
 
-    The model is tiny, so this compares what surrounds its forwards; our loop's own part of that is below 1 ms.
+    A busy machine disturbs single pairs, in both directions; measured: pairs 0.9-1.2, their median 1.0. The model is
+    tiny, so this compares what surrounds its forwards; of that our loop's own part is 5%.
     """
     target = make_target("llama")
     decoder = SpeculativeDecoder(target, None, max_length=100)
-    stats, spent = [], {"ours": [], "generate": []}
-    for _ in range(5):
-        begin = time.process_time()
-        stats.append(decoder.decode(PROMPTS[:1], max_new_tokens=60, stop_ids=()).stats)
-        between = time.process_time()
-        plain_generate(target, PROMPTS[0], 60, ())
-        spent["ours"].append(between - begin)
-        spent["generate"].append(time.process_time() - between)
-    assert min(spent["ours"]) < 1.25 * min(spent["generate"])
-    assert min(sum(s.stage_ms(stage, cpu=True) for stage in ("draft", "commit", "host")) for s in stats) < 1.0
+    ratios, shares = [], []
+    for _ in range(12):
+        begin = time.thread_time()
+        stats = decoder.decode(PROMPTS[:1], max_new_tokens=40, stop_ids=()).stats
+        between = time.thread_time()
+        plain_generate(target, PROMPTS[0], 40, ())
+        ratios.append((between - begin) / (time.thread_time() - between))
+        own = sum(stats.stage_ms(stage, cpu=True) for stage in ("draft", "commit", "host"))
+        shares.append(own / (own + stats.stage_ms("verify", cpu=True)))
+    assert statistics.median(ratios[1:]) < 1.3
+    assert statistics.median(shares[1:]) < 0.2
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """All of the work in this thread, and no garbage of other tests collected in between."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+    torch.set_num_threads(threads)

