@@ -7,6 +7,7 @@ import json
 import math
 import os
 import platform
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,12 +19,13 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from dflash_lightning import __version__
+from dflash_lightning.files import write_atomic
 from dflash_lightning.recipe_check import data_files
 from dflash_lightning.recipe_load import RECIPE_FILE, recipe_text
 
 STATE_FILE = "run.json"
 _MINUTES = ("train_minutes", "evaluation_minutes")
-_PARTIAL = ".partial"
+_BEING_WRITTEN = re.compile(rf"\.{re.escape(RECIPE_FILE)}\.\d+\.tmp")  # by another rank, at this moment
 LIBRARIES = ("torch", "lightning", "transformers", "tokenizers", "safetensors", "hydra-core", "omegaconf")
 
 
@@ -64,9 +66,9 @@ class RunFolder:
             ValueError: the folder holds other files, or a checkpoint of another recipe or of changed data; says which
                 keys and files differ.
         """
-        if not self.recipe.exists():
-            # What another rank is writing at this moment (a .partial file) makes the folder no other run's.
-            if self.path.exists() and any(not file.name.endswith(_PARTIAL) for file in self.path.iterdir()):
+        there = [file.name for file in self.path.iterdir()] if self.path.exists() else []
+        if not self.recipe.exists():  # asked after the look around: what rank 0 writes once it exists was not there
+            if any(not _BEING_WRITTEN.fullmatch(name) for name in there):
                 raise ValueError(
                     f"run_dir: {self.path} exists and is no run folder (it has no {RECIPE_FILE}). "
                     "Choose another with run_dir=FOLDER."
@@ -100,9 +102,8 @@ class RunFolder:
 
     def begin(self, cfg: DictConfig) -> None:
         """Write the resolved recipe, versions and digests of the data files."""
-        self.path.mkdir(parents=True, exist_ok=True)
         text = f"# dflash-lightning {__version__}; again: dflash fit {self.recipe}\n{recipe_text(cfg)}"
-        _write(self.recipe, text)
+        write_atomic(self.recipe, text)
         spent = {name: self.state.get(name, 0.0) if self.last.exists() else 0.0 for name in _MINUTES}
         self._write_state({"finished": False, **spent, "versions": versions(), "data": _digests(cfg)})
 
@@ -118,7 +119,7 @@ class RunFolder:
         self._write_state({**self.state, "finished": True, "finished_at": time.time(), **facts})
 
     def _write_state(self, state: dict[str, Any]) -> None:
-        _write(self.path / STATE_FILE, json_text(state))
+        write_atomic(self.path / STATE_FILE, json_text(state))
 
 
 def json_text(tree: Any, *, indent: int | None = 2) -> str:
@@ -194,9 +195,3 @@ def _leaves(tree: Any, where: str = "") -> Iterator[tuple[str, Any]]:
             yield from _leaves(value, f"{where}.{key}" if where else str(key))
     else:
         yield where, plain
-
-
-def _write(path: Path, text: str) -> None:
-    partial = path.with_name(path.name + _PARTIAL)
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)

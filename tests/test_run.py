@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -12,14 +13,46 @@ from dflash_lightning.recipe import load_recipe
 from dflash_lightning.run import RunFolder, json_text, machine
 
 
-def test_a_file_that_another_rank_is_writing_is_no_other_run(tmp_path: Path) -> None:
-    """Rank 1 looks at the folder while rank 0 writes its first file."""
-    (tmp_path / "recipe.yaml.partial").write_text("half a rec")
-    cfg = load_recipe("smoke")
-    RunFolder(tmp_path).check_same_run(cfg)
+def test_what_rank_0_is_writing_makes_the_folder_no_other_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 looks at the folder at every moment of rank 0's first writes, and after a crash in one of them."""
+    (tmp_path / "rows.jsonl").write_text("{}")
+    keys = ("data.train", "callbacks.speculative_eval.prompts")
+    cfg = load_recipe("smoke", ["target.source=tiny", *(f"{key}={tmp_path / 'rows.jsonl'}" for key in keys)])
+    folder, looks, replace = RunFolder(tmp_path / "run"), [], Path.replace
+
+    def looked_at(path: Path, target: Path) -> Path:
+        for act in (lambda: None, lambda: replace(path, target)):
+            act()
+            looks.append(sorted(file.name for file in folder.path.iterdir()))
+            folder.check_same_run(cfg)
+        return target
+
+    monkeypatch.setattr(Path, "replace", looked_at)
+    folder.begin(cfg)
+    temporary = [f".{name}.{os.getpid()}.tmp" for name in ("recipe.yaml", "run.json")]
+    assert looks == [[temporary[0]], ["recipe.yaml"], [temporary[1], "recipe.yaml"], ["recipe.yaml", "run.json"]]
+
+
+def test_a_folder_of_something_else_is_no_run_folder(tmp_path: Path) -> None:
+    (tmp_path / ".recipe.yaml.17.tmp").write_text("half a rec")
+    RunFolder(tmp_path).check_same_run(load_recipe("smoke"))
     (tmp_path / "thesis.txt").write_text("years of work")
     with pytest.raises(ValueError, match="exists and is no run folder"):
-        RunFolder(tmp_path).check_same_run(cfg)
+        RunFolder(tmp_path).check_same_run(load_recipe("smoke"))
+
+
+def test_a_recipe_that_appears_during_the_look_is_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 writes all of its first files between two looks of rank 1."""
+    iterdir = Path.iterdir
+
+    def and_then_rank_0_writes(path: Path) -> list[Path]:
+        found = list(iterdir(path))
+        (path / "recipe.yaml").write_text("name: smoke")
+        (path / "run.json").write_text("{}")
+        return found
+
+    monkeypatch.setattr(Path, "iterdir", and_then_rank_0_writes)
+    RunFolder(tmp_path).check_same_run(load_recipe("smoke"))
 
 
 def test_reports_hold_null_where_there_is_no_number() -> None:
