@@ -46,6 +46,11 @@ def _find_in_package(text: str, setting: str) -> Path:
     )
 
 
+def cache_folder(name: str) -> Path:
+    """Where what can be made again is kept: ``$XDG_CACHE_HOME/dflash_lightning/<name>``, by default in ``~/.cache``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dflash_lightning" / name
+
+
 def write_atomic(path: Path, text: str) -> None:
     """Write a whole file or nothing: readers see the old content or the new, also after a crash."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,18 +1,22 @@
-"""Linear layers whose weights are laid out for oneDNN once, for decoding on a CPU.
+"""Linear layers whose weights are laid out anew once, for decoding on a CPU.
 
 ``F.linear`` on the CPU re-packs its weight on every call with more than one row, which makes verifying a block of 8
-tokens cost 2.4x one token; with weights packed beforehand it costs about 1.2x on a quiet machine (SmolLM2-135M, fp32, 2
-cores). In float32 one row is a matrix times vector, where the plain weight is faster than a packed one, so both are
-kept: memory doubles. Projections of one input (q/k/v, gate/up) are packed as one weight: few wide products beat many
-narrow ones by a tenth of the whole forward.
+tokens cost 2.4x one token. Weights in float32 are laid out for ``RowProduct``, whose eight rows cost what one costs;
+where that cannot be compiled, and in bfloat16, oneDNN packs them (1.5x). In float32 one row is a matrix times vector,
+for which the plain weight is as fast and gives the bits that ``transformers.generate`` gets, so both are kept: memory
+doubles. Projections of one input (q/k/v, gate/up) are packed as one weight: few wide products beat many narrow ones by
+a tenth of the whole forward.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from dflash_lightning.ops.row_product import RowProduct, row_product
 from dflash_lightning.ops.shallow_copy import copy_tree
 
 _ROWS_HINT = 16  # the layout is chosen for about this many rows; it works, and is as exact, for any number
@@ -20,12 +24,19 @@ _SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # childr
 
 
 def can_pack(weight: Tensor) -> bool:
-    """Whether oneDNN can lay this weight out its own way: on the CPU, float32, or bfloat16 where it computes that."""
+    """Whether there is a layout for this weight: on the CPU, float32, or bfloat16 where oneDNN computes that."""
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     if weight.dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     return weight.dtype == torch.float32
+
+
+def _packed_product(weight: Float[Tensor, "O I"], bias: Float[Tensor, " O"] | None) -> Callable[[Tensor], Tensor]:
+    if weight.dtype == torch.float32 and row_product() is not None:
+        return RowProduct(weight, bias)
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS_HINT)
+    return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
 
 
 class PackedGroup:
@@ -40,15 +51,13 @@ class PackedGroup:
         biases = [linear.bias for linear in linears if linear.bias is not None]
         assert can_pack(weight) and len(biases) in (0, len(linears))
         self.sizes = [linear.out_features for linear in linears]
-        self.bias = torch.cat([bias.detach() for bias in biases]) if biases else None
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS_HINT)
+        self.product = _packed_product(weight, torch.cat([bias.detach() for bias in biases]) if biases else None)
         self._input: Tensor | None = None
         self._parts: tuple[Tensor, ...] = ()
 
     def part(self, x: Float[Tensor, "*rows I"], index: int) -> Float[Tensor, "*rows O"]:
         if index == 0 or x is not self._input:
-            product = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
-            self._input, self._parts = x, product.split(self.sizes, dim=-1)
+            self._input, self._parts = x, self.product(x).split(self.sizes, dim=-1)
         part = self._parts[index]
         if index == len(self.sizes) - 1:
             self._input, self._parts = None, ()
