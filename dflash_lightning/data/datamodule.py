@@ -14,9 +14,9 @@ from dflash_lightning.block.base import BlockConstructor
 from dflash_lightning.data.collate import BatchMaker
 from dflash_lightning.data.conversation import ChatRenderer, Supervise
 from dflash_lightning.data.documents import DataSummary, DocumentMaker, DocumentStore
+from dflash_lightning.data.exact_resume import ExactResume
 from dflash_lightning.data.feature_cache import DTYPES, FeatureCache, cache_bytes, check_memory
 from dflash_lightning.data.loader import PlanSampler, StatefulLoader
-from dflash_lightning.data.next_epoch import StartNextEpoch
 from dflash_lightning.data.packing import Planner, PlanSettings
 from dflash_lightning.target import FrozenTarget
 from dflash_lightning.types import Alignment, FeatureSpec, TrainBatch
@@ -122,8 +122,8 @@ class DraftData(LightningDataModule):
 
     def setup(self, stage: str | None = None) -> None:
         """Read, render and tokenise the files, once; print what became of the rows."""
-        if self.trainer is not None and not any(isinstance(c, StartNextEpoch) for c in self._callbacks):
-            self._callbacks.append(StartNextEpoch())
+        if self.trainer is not None and not any(isinstance(c, ExactResume) for c in self._callbacks):
+            self._callbacks.append(ExactResume())
         if self._store is not None:
             return
         maker = DocumentMaker(self._make_renderer, max_length=self.max_length, vocab_size=self.target.facts.vocab_size)
