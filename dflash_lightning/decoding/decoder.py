@@ -72,6 +72,7 @@ class SpeculativeDecoder:
                     max_length=max_length,
                     head=make_decoding_head(draft.head_of(target.lm), adapter.head, packed=packed),
                     compile=compile,
+                    packed=packed,
                 )
         judge: Verifier = TokenVerifier(sampler) if by_rejection else MatchVerifier(sampler)
         builder: DraftBuilder = SampledChain(sampler, target.facts.vocab_size) if by_rejection else BestChain()

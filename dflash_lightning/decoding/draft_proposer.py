@@ -7,13 +7,15 @@ from collections.abc import Callable
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from dflash_lightning.decoding.compiled import CANNOT_COMPILE, GraphCounter, warn_uncompiled
 from dflash_lightning.decoding.head import DecodingHead
 from dflash_lightning.decoding.proposer import Proposer
 from dflash_lightning.decoding.types import Scores
 from dflash_lightning.model import DraftModel
+from dflash_lightning.ops.row_product import RowProduct, can_multiply
+from dflash_lightning.ops.shallow_copy import copy_tree
 from dflash_lightning.target import FrozenTarget
 from dflash_lightning.types import FeatureSpec, TargetFeatures
 
@@ -38,6 +40,7 @@ class DraftProposer(Proposer):
         max_length: int,
         head: DecodingHead,
         compile: bool,
+        packed: bool = True,
     ) -> None:
         self.target = target
         self.source = draft
@@ -46,7 +49,9 @@ class DraftProposer(Proposer):
         self.num_drafts = draft.alignment.num_drafts
         self.graphs = GraphCounter()
         self.compiled = compile
-        self.model = _decode_copy(draft, target)
+        self.weights = _decode_copy(draft, target)
+        self.products: dict[nn.Linear, RowProduct] = {}
+        self.model = self._with_row_products() if packed else self.weights
         self.cache = self.model.make_cache(batch_size=batch_size, max_length=max_length, chunk_rows=PROMPT_ROWS)
         self._make_buffers()
         self._absorb: Callable[..., None] | None = None
@@ -66,10 +71,23 @@ class DraftProposer(Proposer):
         self.round_rows = torch.zeros(self.batch_size, self.num_drafts + 1, *shape, dtype=dtype, device=device)
         self.keep = torch.zeros(self.batch_size, dtype=torch.long, device=device)
 
+    def _with_row_products(self) -> DraftModel:
+        """A copy that shares the weights and multiplies by ``RowProduct`` where that can be done."""
+
+        def replace(module: nn.Module) -> nn.Module | None:
+            if type(module) is nn.Linear and can_multiply(module.weight):
+                self.products[module] = RowProduct(module.weight, module.bias)
+            return self.products.get(module)  # type: ignore[call-overload,no-any-return]
+
+        copied: DraftModel = copy_tree(self.weights, replace)
+        return copied
+
     def refresh(self) -> None:
         """Copy the weights of the drafter as it is now."""
-        for mine, theirs in zip(self.model.parameters(), self.source.parameters(), strict=True):
+        for mine, theirs in zip(self.weights.parameters(), self.source.parameters(), strict=True):
             mine.copy_(theirs)
+        for linear, product in self.products.items():
+            product.refresh(linear.weight)
 
     def warm_up(self) -> None:
         """Make the graphs, if they are not there: seconds that belong to no measurement."""

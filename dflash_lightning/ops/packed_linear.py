@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from dflash_lightning.ops.row_product import RowProduct, row_product
+from dflash_lightning.ops.row_product import RowProduct, can_multiply
 from dflash_lightning.ops.shallow_copy import copy_tree
 
 _ROWS_HINT = 16  # the layout is chosen for about this many rows; it works, and is as exact, for any number
@@ -33,7 +33,7 @@ def can_pack(weight: Tensor) -> bool:
 
 
 def _packed_product(weight: Float[Tensor, "O I"], bias: Float[Tensor, " O"] | None) -> Callable[[Tensor], Tensor]:
-    if weight.dtype == torch.float32 and row_product() is not None:
+    if can_multiply(weight):
         return RowProduct(weight, bias)
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS_HINT)
     return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")

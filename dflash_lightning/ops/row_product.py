@@ -78,24 +78,63 @@ def _warn(reason: str) -> None:
     )
 
 
-class RowProduct:
-    """``x @ weight.T + bias``, with ``weight`` [O, I] laid out for the kernel now: later changes do not show.
+def _multiply(x: Tensor, panels: Tensor, out_features: int) -> Tensor:
+    function = row_product()
+    assert function is not None
+    x = x.contiguous()
+    y = x.new_empty(*x.shape[:-1], out_features)
+    rows = x.numel() // x.shape[-1]
+    function(x.data_ptr(), panels.data_ptr(), y.data_ptr(), rows, out_features, x.shape[-1])
+    return y
 
-    float32 on the CPU, no gradients. Results differ from ``F.linear`` in the last bits (about 1e-6 relative).
+
+# For compiled graphs, which cannot call the function by its address; calling the operator costs microseconds more.
+_operator = torch.library.custom_op(
+    "dflash_lightning::row_product",
+    _multiply,
+    mutates_args=(),
+    device_types="cpu",
+    schema="(Tensor x, Tensor panels, SymInt out_features) -> Tensor",
+)
+
+
+@_operator.register_fake
+def _(x: Tensor, panels: Tensor, out_features: int) -> Tensor:
+    return x.new_empty(*x.shape[:-1], out_features)
+
+
+def can_multiply(weight: Tensor) -> bool:
+    """Whether ``RowProduct`` takes this weight: float32 on the CPU, and the kernel could be compiled."""
+    return weight.dtype == torch.float32 and weight.device.type == "cpu" and row_product() is not None
+
+
+def _panels(weight: Float[Tensor, "O I"]) -> Float[Tensor, "P I C"]:
+    out_features, in_features = weight.shape
+    padded = nn.functional.pad(weight.detach(), (0, 0, 0, -out_features % COLUMNS))
+    return padded.view(-1, COLUMNS, in_features).transpose(1, 2).contiguous()
+
+
+class RowProduct(nn.Module):
+    """``x @ weight.T + bias``, with ``weight`` [O, I] laid out for the kernel now: changes show after ``refresh``.
+
+    float32 on the CPU, no gradients (see ``can_multiply``). Results differ from ``F.linear`` in the last bits (about
+    1e-6 relative). Compiled graphs may hold it: ``refresh`` writes into the same memory.
     """
 
     def __init__(self, weight: Float[Tensor, "O I"], bias: Float[Tensor, " O"] | None = None) -> None:
-        function = row_product()
-        assert function is not None and weight.dtype == torch.float32 and weight.device.type == "cpu"
-        self.function, self.bias = function, bias
+        super().__init__()
+        assert can_multiply(weight)
         self.out_features, self.in_features = weight.shape
-        padded = nn.functional.pad(weight.detach(), (0, 0, 0, -self.out_features % COLUMNS))
-        self.panels = padded.view(-1, COLUMNS, self.in_features).transpose(1, 2).contiguous()
+        self.register_buffer("panels", _panels(weight))
+        self.panels: Tensor
+        self.bias = None if bias is None else bias.detach()
 
-    def __call__(self, x: Float[Tensor, "*rows I"]) -> Float[Tensor, "*rows O"]:
+    @torch.no_grad()
+    def refresh(self, weight: Float[Tensor, "O I"]) -> None:
+        self.panels.copy_(_panels(weight))
+
+    def forward(self, x: Float[Tensor, "*rows I"]) -> Float[Tensor, "*rows O"]:
         assert x.shape[-1] == self.in_features and x.dtype == torch.float32, (x.shape, x.dtype)
-        x = x.contiguous()
-        y = x.new_empty(*x.shape[:-1], self.out_features)
-        rows = x.numel() // self.in_features
-        self.function(x.data_ptr(), self.panels.data_ptr(), y.data_ptr(), rows, self.out_features, self.in_features)
-        return y if self.bias is None else y.add_(self.bias)
+        multiply = _operator if torch.compiler.is_compiling() else _multiply
+        y = multiply(x, self.panels, self.out_features)
+        return y if self.bias is None else y + self.bias

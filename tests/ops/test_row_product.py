@@ -55,10 +55,35 @@ def test_a_row_is_the_same_whatever_it_is_computed_with() -> None:
 
 
 @needs_kernel
+def test_new_weights_show_after_refresh_in_the_same_memory() -> None:
+    old, new, x = torch.randn(40, 24), torch.randn(40, 24), torch.randn(5, 24)
+    product = RowProduct(old)
+    address = product.panels.data_ptr()
+    old.zero_()
+    assert product(x).abs().sum() > 0
+    product.refresh(new)
+    assert product.panels.data_ptr() == address
+    torch.testing.assert_close(product(x), x @ new.T, atol=1e-5, rtol=1e-5)
+
+
+@needs_kernel
+@pytest.mark.compiled
+def test_a_compiled_graph_holds_it_and_sees_refreshed_weights() -> None:
+    product, x = RowProduct(torch.randn(40, 24), torch.randn(40)), torch.randn(2, 3, 24)
+    compiled = torch.compile(lambda x: product(x).relu(), fullgraph=True, dynamic=False)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), product(x).relu())
+        product.refresh(torch.randn(40, 24))
+        torch.testing.assert_close(compiled(x), product(x).relu())
+
+
+@needs_kernel
 def test_neighbouring_memory_stays_as_it_is() -> None:
     """The last panel of 37 outputs is padding from its sixth column on."""
     product, x, y = RowProduct(torch.randn(37, 24)), torch.randn(5, 24), torch.full((7, 37), 7.0)
-    product.function(x.data_ptr(), product.panels.data_ptr(), y[1].data_ptr(), 5, 37, 24)
+    function = row_product()
+    assert function is not None
+    function(x.data_ptr(), product.panels.data_ptr(), y[1].data_ptr(), 5, 37, 24)
     assert (y[0] == 7).all() and (y[6] == 7).all()
     torch.testing.assert_close(y[1:6], product(x))
 
