@@ -43,16 +43,18 @@ def test_a_folder_of_something_else_is_no_run_folder(tmp_path: Path) -> None:
 
 def test_a_recipe_that_appears_during_the_look_is_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 writes all of its first files between two looks of rank 1."""
-    iterdir = Path.iterdir
+    cfg, iterdir = load_recipe("smoke"), Path.iterdir
 
     def and_then_rank_0_writes(path: Path) -> list[Path]:
+        assert path == tmp_path
         found = list(iterdir(path))
         (path / "recipe.yaml").write_text("name: smoke")
         (path / "run.json").write_text("{}")
         return found
 
-    monkeypatch.setattr(Path, "iterdir", and_then_rank_0_writes)
-    RunFolder(tmp_path).check_same_run(load_recipe("smoke"))
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "iterdir", and_then_rank_0_writes)
+        RunFolder(tmp_path).check_same_run(cfg)
 
 
 def test_reports_hold_null_where_there_is_no_number() -> None:
