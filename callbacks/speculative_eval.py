@@ -22,23 +22,25 @@ from dflash_lightning.module import DraftModule
 
 
 class SpeculativeEval(Callback):
-    """Decodes held-out prompts before training and after every epoch (or every ``every_n_steps`` optimizer steps).
+    """Decodes held-out prompts before training, after epochs (or every ``every_n_steps`` steps) and at the end.
 
     Prompts are dealt out over the ranks, and sums (never ratios) are reduced. The run's weights are the same bits with
     and without this callback: random states are put back, decoding works on a copy of the drafter, the target is only
     read.
-    ``last.ckpt`` is written before decoding, so that a failure here loses nothing.
+    ``last.ckpt`` is written before decoding, so that a failure here loses nothing: what was not measured then is
+    measured on resuming.
 
     Logged: ``decode/tau`` (tokens committed per round, pooled), survival by slot, stage times, speed-up over the same
     loop without drafts and identity with its output on the first ``lossless_prompts`` prompts; histogram and acceptance
-    as figures. ``ModelCheckpoint(monitor="decode/tau", mode="max")`` keeps the best.
+    as figures. ``ModelCheckpoint(monitor="decode/tau", mode="max", save_on_train_epoch_end=False)`` keeps the best: it
+    saves after every evaluation, as it does after a validation.
 
     Args:
         prompts: JSONL file of held-out prompts.
         decoding: how to decode; greedy in float32 must come out identical to plain decoding.
         limit: prompts used, the first ones of the file; null uses all.
         lossless_prompts: of those, how many are decoded plainly as well.
-        every_n_steps: null evaluates at the end of every epoch.
+        every_n_steps: null evaluates at the end of every epoch; a period leaves out epochs' ends, but not the last.
         chat_template_kwargs: passed to the target's chat template; must be what training used.
     """
 
@@ -66,7 +68,6 @@ class SpeculativeEval(Callback):
         self.history: list[dict[str, float]] = []
         self.seconds = 0.0  # spent here in this process, compilation included
         self._evaluator: Evaluator | None = None
-        self._evaluated_at: int | None = None
         self._rendered: list[list[int]] = []
 
     # -- when ---------------------------------------------------------------------------------------------------------
@@ -85,37 +86,49 @@ class SpeculativeEval(Callback):
         check_prompt_lengths(self._rendered, target.facts.max_positions, max_new_tokens=reach)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.global_step == 0:
-            self._run(trainer, pl_module, "before training")
-        # A resumed run stands at a step that was evaluated when it was reached, and at the start of an accumulation
-        # window: evaluating (and saving) again after its first micro-batch would lose that window's gradients.
-        self._evaluated_at = trainer.global_step
+        """Before training; and on resuming what was saved and then not measured, or measured and lost with the run."""
+        step, period = trainer.global_step, self.every_n_steps
+        if step == 0:
+            self._measure(trainer, pl_module, "before training")
+        elif not self._is_measured(step) and (trainer.is_last_batch if period is None else step % period == 0):
+            self._measure(trainer, pl_module, f"resuming at step {step}")
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         step = trainer.global_step
-        if self.every_n_steps is not None and step % self.every_n_steps == 0 and step != self._evaluated_at:
-            self._run(trainer, pl_module, f"step {step}")
+        if self.every_n_steps is not None and step % self.every_n_steps == 0 and not self._is_measured(step):
+            self._save_and_measure(trainer, pl_module, f"step {step}")
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.every_n_steps is None:
-            self._run(trainer, pl_module, f"epoch {trainer.current_epoch}")
+            self._save_and_measure(trainer, pl_module, f"epoch {trainer.current_epoch}")
 
-    def evaluate_now(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Evaluate the weights as they are, unless that was done already (it was not if the run was cut there)."""
-        if not self.history or self.history[-1]["step"] != trainer.global_step:
-            self._run(trainer, pl_module, f"step {trainer.global_step}")
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The final weights, where the period passed over them or the run was cut while they were measured.
+
+        The one hook that a run resumed at its end has; Lightning has moved the module to the CPU by then.
+        """
+        step = trainer.global_step
+        if step > 0 and not self._is_measured(step):
+            pl_module.to(trainer.strategy.root_device)
+            self._save_and_measure(trainer, pl_module, f"step {step}")
+            pl_module.cpu()
+
+    def _is_measured(self, step: int) -> bool:
+        return bool(self.history) and self.history[-1]["step"] == step
 
     # -- what ---------------------------------------------------------------------------------------------------------
 
-    def _run(self, trainer: Trainer, pl_module: LightningModule, title: str) -> None:
+    def _save_and_measure(self, trainer: Trainer, pl_module: LightningModule, title: str) -> None:
+        _save_last(trainer)
+        self._measure(trainer, pl_module, title)
+
+    def _measure(self, trainer: Trainer, pl_module: LightningModule, title: str) -> None:
         assert isinstance(pl_module, DraftModule)
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         begin = time.monotonic()
-        self._evaluated_at = trainer.global_step
-        _save_last(trainer)
         with isolate_rng():
             evaluation = _reduce(self._evaluate(trainer, pl_module), pl_module.device)
         figures = evaluation.figures()
@@ -123,6 +136,8 @@ class SpeculativeEval(Callback):
         self._log(trainer, pl_module, evaluation, figures)
         if trainer.is_global_zero:
             print(evaluation.table(f"decoding, {title}"), flush=True)
+        for checkpoint in trainer.checkpoint_callbacks:  # decoding is the validation of a drafter
+            checkpoint.on_validation_end(trainer, pl_module)
         self.seconds += time.monotonic() - begin
 
     def _evaluate(self, trainer: Trainer, module: DraftModule) -> Evaluation:
@@ -160,7 +175,7 @@ class SpeculativeEval(Callback):
 def _save_last(trainer: Trainer) -> None:
     """Write ``last.ckpt`` where the run keeps its checkpoints; every rank takes part."""
     callback = trainer.checkpoint_callback
-    if isinstance(callback, ModelCheckpoint) and callback.dirpath is not None and trainer.global_step > 0:
+    if isinstance(callback, ModelCheckpoint) and callback.dirpath is not None and not trainer.fast_dev_run:  # type: ignore[attr-defined]
         trainer.save_checkpoint(Path(callback.dirpath) / "last.ckpt", weights_only=False)
 
 

@@ -210,38 +210,26 @@ def _check_alignment(block: Any) -> Iterator[Fault]:
 
 
 def _check_monitors(callbacks: Any) -> Iterator[Fault]:
-    """A checkpoint that follows a decoding metric needs somebody who decodes, and must save when the metric is new.
+    """A checkpoint that follows a decoding metric needs somebody who decodes, and must leave the moment to them.
 
     Lightning would say the first after an epoch, and the second never: it would rank weights by an older measurement.
     """
     nodes = {k: v for k, v in callbacks.items() if isinstance(v, dict)} if isinstance(callbacks, dict) else {}
-    evaluations = [node for node in nodes.values() if str(node.get("_target_")).endswith("SpeculativeEval")]
+    measured = any(str(node.get("_target_")).endswith("SpeculativeEval") for node in nodes.values())
     for name, node in nodes.items():
-        if not str(node.get("monitor")).startswith("decode/"):
+        monitor, where = node.get("monitor"), f"callbacks.{name}"
+        if not str(monitor).startswith("decode/"):
             continue
-        if not evaluations:
-            what = f"{node['monitor']!r} is never measured: no callback is a SpeculativeEval"
-            yield Fault(
-                f"callbacks.{name}.monitor", what, "Add speculative_eval, or choose callbacks=[checkpoint_last]"
-            )
+        if not measured:
+            what = f"{monitor!r} is never measured: no callback is a SpeculativeEval"
+            yield Fault(f"{where}.monitor", what, "Add speculative_eval, or choose callbacks=[checkpoint_last]")
         elif str(node.get("_target_")).endswith("Checkpoint"):
-            yield from _check_fresh(evaluations[0].get("every_n_steps"), node, f"callbacks.{name}.every_n_train_steps")
-
-
-def _check_fresh(measured: Any, node: dict[str, Any], where: str) -> Iterator[Fault]:
-    saved = node.get("every_n_train_steps")
-    if any(not isinstance(period, int | None) or period == 0 for period in (measured, saved)):
-        return  # reported where it is written
-    if measured is None and saved is not None:
-        what = f"saves every {saved} steps, but {node['monitor']!r} is measured after epochs"
-        do = "Choose callbacks=[speculative_eval,checkpoint_steps], or remove it"
-    elif measured is not None and (saved is None or saved % measured):
-        when = "after epochs" if saved is None else f"every {saved} steps"
-        what = f"saves {when}, but {node['monitor']!r} is measured every {measured} steps"
-        do = f"Choose callbacks=[speculative_eval,checkpoint_steps], or set it to {measured}"
-    else:
-        return
-    yield Fault(where, what, do)
+            stale = f"saves when {monitor!r} may be of older weights"
+            for key in ("every_n_train_steps", "train_time_interval"):
+                if node.get(key) is not None:
+                    yield Fault(f"{where}.{key}", stale, "Remove it: every evaluation saves if it is the best")
+            if node.get("save_on_train_epoch_end") is not False:
+                yield Fault(f"{where}.save_on_train_epoch_end", stale, "Set it to false: every evaluation saves then")
 
 
 def _check_suggested(target: Any) -> Iterator[Fault]:

@@ -376,8 +376,10 @@ def test_run_that_was_killed_in_its_last_evaluation_is_finished_by_the_same_comm
     assert best["global_step"] == state["optimizer_steps"]
 
 
-def test_checkpoints_by_steps_hold_the_weights_that_were_measured(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every evaluation is better than the one before, so the best is of the last one, not of the epoch's end."""
+def test_evaluations_by_steps_measure_and_keep_the_final_weights_too(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every evaluation is better than the one before, so the best is of the last one."""
     evaluate, calls = Evaluator.__call__, {"count": 0}
 
     def better(self: Evaluator) -> Any:
@@ -387,12 +389,11 @@ def test_checkpoints_by_steps_hold_the_weights_that_were_measured(here: Path, mo
         return found
 
     monkeypatch.setattr(Evaluator, "__call__", better)
-    chosen = ["callbacks=[speculative_eval,checkpoint_steps]", "callbacks.speculative_eval.every_n_steps=5"]
-    assert main(["fit", *SMOKE, *chosen, "run_dir=runs/steps"]) == 0
-    assert calls["count"] == 3  # before training, steps 5 and 10 of 12
+    assert main(["fit", *SMOKE, "callbacks.speculative_eval.every_n_steps=5", "run_dir=runs/steps"]) == 0
+    assert calls["count"] == 4  # before training, steps 5, 10 and 12 of 12
     best = torch.load("runs/steps/checkpoints/best.ckpt", weights_only=True)
     state = next(v for k, v in best["callbacks"].items() if "decode/tau" in k)
-    assert best["global_step"] == 10
+    assert best["global_step"] == 12
     assert float(state["best_model_score"]) == pytest.approx(json.loads(Path("runs/steps/run.json").read_text())["tau"])
 
 
@@ -429,7 +430,7 @@ def test_full_disk_is_one_error_and_the_run_can_go_on(
 
     def full(self: Any, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
         saved["count"] += 1
-        if saved["count"] == 4:
+        if saved["count"] == 3:  # last of epoch 0, best, last of epoch 1
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
         save(self, checkpoint, path, storage_options)
 

@@ -244,31 +244,18 @@ def test_every_fault_is_reported_at_once(files: list[str]) -> None:
         ("decoding.top_k=5", r"decoding\.top_k: 5 would be ignored at temperature 0"),
         ("decoding.temperature=-1", r"decoding\.temperature: -1\.0 is not >= 0"),
         (
-            "callbacks.speculative_eval.every_n_steps=50",
-            r"callbacks\.best\.every_n_train_steps: saves after epochs, but 'decode/tau' is measured every 50 steps.*"
-            r"callbacks=\[speculative_eval,checkpoint_steps\]",
+            "callbacks.best.every_n_train_steps=50",
+            r"callbacks\.best\.every_n_train_steps: saves when 'decode/tau' may be of older weights\. Remove it",
         ),
         (
-            "callbacks.best.every_n_train_steps=50",
-            r"callbacks\.best\.every_n_train_steps: saves every 50 steps, but 'decode/tau' is measured after epochs",
+            "callbacks.best.save_on_train_epoch_end=true",
+            r"callbacks\.best\.save_on_train_epoch_end: saves when 'decode/tau' may be of older weights\. Set it to",
         ),
     ],
 )
 def test_fault_says_where_what_and_what_to_do(override: str, message: str, files: list[str]) -> None:
     with pytest.raises(RecipeError, match=re.compile(message, re.DOTALL | re.IGNORECASE)):
         check_recipe(load_recipe("smoke", [*files, override]))
-
-
-def test_checkpoints_by_steps_follow_the_evaluation(files: list[str]) -> None:
-    chosen = ["callbacks=[speculative_eval,checkpoint_steps]", *files]
-    cfg = load_recipe("dflash", chosen)
-    check_recipe(cfg)
-    assert cfg.callbacks.best.every_n_train_steps == cfg.callbacks.speculative_eval.every_n_steps == 1000
-    cfg = load_recipe("dflash", [*chosen, "callbacks.speculative_eval.every_n_steps=30"])
-    check_recipe(cfg)
-    assert cfg.callbacks.best.every_n_train_steps == 30
-    text = _faults("dflash", [*chosen, "callbacks.best.every_n_train_steps=1500"])
-    assert "saves every 1500 steps, but 'decode/tau' is measured every 1000 steps" in text
 
 
 def test_recipe_that_leaves_data_open_names_both_keys() -> None:

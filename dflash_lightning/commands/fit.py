@@ -12,7 +12,6 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
 from omegaconf import DictConfig
 
 from dflash_lightning.callbacks import SpeculativeEval
@@ -75,34 +74,6 @@ class _StartingStep(Callback):
         self.step = trainer.global_step
 
 
-class _MissingEvaluation(Callback):
-    """Evaluates the final weights if nobody has: a run that was killed in its last evaluation is resumed to its end.
-
-    Training is over then, so Lightning calls no training hook, and has moved the module to the CPU already.
-    """
-
-    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        missing = [e for e in trainer.callbacks if isinstance(e, SpeculativeEval) and _is_due(e, trainer)]  # type: ignore[attr-defined]
-        if not missing:
-            return
-        pl_module.to(trainer.strategy.root_device)
-        for evaluation in missing:
-            evaluation.evaluate_now(trainer, pl_module)
-        for checkpoint in trainer.checkpoint_callbacks:
-            if isinstance(checkpoint, ModelCheckpoint) and str(checkpoint.monitor).startswith("decode/"):
-                checkpoint.on_train_batch_end(trainer, pl_module, None, None, 0)  # those that save by steps
-                checkpoint.on_train_epoch_end(trainer, pl_module)
-        pl_module.cpu()
-
-
-def _is_due(evaluation: SpeculativeEval, trainer: Trainer) -> bool:
-    """Whether the final weights should have been evaluated and were not."""
-    step, period = trainer.global_step, evaluation.every_n_steps
-    if trainer.fast_dev_run or step == 0 or (period is not None and step % period):  # type: ignore[attr-defined]
-        return False
-    return not evaluation.history or evaluation.history[-1]["step"] != step
-
-
 def _run(parts: Parts, folder: RunFolder, resume: str) -> int | None:
     """Fit; the optimizer step it started from, or null when it was interrupted.
 
@@ -110,7 +81,7 @@ def _run(parts: Parts, folder: RunFolder, resume: str) -> int | None:
         ValueError: Lightning refuses the trainer's settings for this run.
     """
     begin = _StartingStep()
-    parts.trainer.callbacks[:0] = [begin, _MissingEvaluation()]  # type: ignore[attr-defined]
+    parts.trainer.callbacks.insert(0, begin)  # type: ignore[attr-defined]
     clock = time.monotonic()
     try:
         parts.trainer.fit(parts.module, datamodule=parts.data, ckpt_path=resume or None)

@@ -123,6 +123,71 @@ def test_evaluates_every_n_optimizer_steps(parts, write_rows, tiny_target, tmp_p
     assert [entry["step"] for entry in evaluation.history] == [0, 2, 4]
 
 
+@pytest.fixture
+def scored_run(parts, write_rows, tiny_target, tmp_path, prompts, monkeypatch, weights_of):
+    """``scored_run(name, scores, kills=(), every_n_steps=None, **trainer)``: evaluated with tau + ``scores[step]``.
+
+    Killed, at each of the steps in ``kills``, in the evaluation of the weights of that step, and resumed. Returns the
+    evaluations, step and score of the best checkpoint, and the weights.
+    """
+    make_module, make_data, make_trainer = parts
+    evaluate, path = SpeculativeEval._evaluate, write_rows(LENGTHS)
+
+    def run(name, scores, kills=(), every_n_steps=None, **trainer_settings):
+        folder, left = tmp_path / name, list(kills)
+
+        def scored(self, trainer, module):
+            if left and left[0] == trainer.global_step:
+                raise RuntimeError(f"killed at {left.pop(0)}")
+            found = evaluate(self, trainer, module)
+            found.stats.committed += found.stats.rounds * scores[trainer.global_step]
+            return found
+
+        monkeypatch.setattr(SpeculativeEval, "_evaluate", scored)
+        while True:
+            evaluation = SpeculativeEval(prompts, decoding=settings(), every_n_steps=every_n_steps)
+            best = ModelCheckpoint(
+                folder, "best", "decode/tau", mode="max", save_on_train_epoch_end=False, enable_version_counter=False
+            )
+            module = make_module(tiny_target)
+            trainer = make_trainer(folder, callbacks=[evaluation, best], enable_checkpointing=True, **trainer_settings)
+            last = folder / "last.ckpt"
+            data, resume = make_data(tiny_target, path, packing=False), str(last) if last.exists() else None
+            try:
+                trainer.fit(module, datamodule=data, ckpt_path=resume)
+            except RuntimeError as error:
+                assert "killed at" in str(error)
+                continue
+            assert not left, "a kill did not happen"
+            kept = torch.load(folder / "best.ckpt", weights_only=True)
+            taus = {entry["step"]: entry["decode/tau"] for entry in evaluation.history}
+            assert len(taus) == len(evaluation.history)
+            return taus, kept["global_step"], float(best.best_model_score), weights_of(module)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("every_n_steps", "trainer", "steps"),
+    [
+        (None, {"max_epochs": 3}, [4, 8, 12]),
+        (None, {"max_epochs": -1, "max_steps": 10}, [4, 8, 10]),
+        (5, {"max_epochs": 3}, [5, 10, 12]),
+        (3, {"max_epochs": 3, "accumulate_grad_batches": 2}, [3, 6]),
+    ],
+)
+def test_a_run_killed_in_its_evaluations_ends_as_the_one_that_was_not(scored_run, every_n_steps, trainer, steps):
+    """The first evaluation the best, then the last: a kill in it, or in the last one, must not lose it."""
+    for best in (steps[0], steps[-1]):
+        scores = {step: 5 if step == best else 0 for step in (0, *steps)}
+        whole = scored_run(f"whole-{best}", scores, every_n_steps=every_n_steps, **trainer)
+        assert list(whole[0]) == [0, *steps] and whole[1] == best and whole[2] == pytest.approx(whole[0][best])
+        # Twice in one evaluation, and in the last.
+        killed = scored_run(f"killed-{best}", scores, [best, best, steps[-1]], every_n_steps, **trainer)
+        assert killed[:2] == whole[:2] and killed[2] == whole[2]
+        assert all(torch.equal(value, killed[3][name]) for name, value in whole[3].items())
+
+
 @pytest.mark.compiled
 def test_compiled_evaluations_around_training_equal_eager_ones_with_two_graphs(
     parts, write_rows, tiny_target, tmp_path, prompts
