@@ -157,18 +157,15 @@ class DraftModel(PreTrainedModel):
 
     # -- start and files ----------------------------------------------------------------------------------------------
 
-    def warm_start(
-        self, layer_state: Callable[[int], Mapping[str, Tensor]], final_norm: Mapping[str, Tensor] | None = None
-    ) -> None:
+    def warm_start(self, layer_state: Callable[[int], Mapping[str, Tensor]]) -> None:
         """Start from the target where the drafter asks for it (``init_from_target``); otherwise nothing happens.
 
-        ``layer_state(i)`` is the state dict of target decoder layer ``i``; ``final_norm``, where given, that of the
-        norm before the target's language head.
+        ``layer_state(i)`` is the state dict of target decoder layer ``i``.
         """
         depth = self.config.num_target_layers
         layers = self.drafter.warm_start_layers(depth)
         if layers:
-            self.drafter.warm_start([layer_state(i) for i in layers], final_norm=final_norm)
+            self.drafter.warm_start([layer_state(i) for i in layers])
             self.conditioning.warm_start({i: layer_state(i) for i in self.conditioning.warm_start_layers(depth)})
 
     def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:  # type: ignore[override]

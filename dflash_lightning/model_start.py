@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import copy
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -49,7 +50,8 @@ class DraftPlan:
             ValueError: a setting does not fit the target or the data; says which.
         """
         if self.init_from is not None:
-            return self._continue(Path(self.init_from), target, used_ids)
+            own = replace(self, conditioning=copy.copy(self.conditioning))  # _continue fills in what is left open
+            return own._continue(Path(self.init_from), target, used_ids)
         if self.draft_vocabulary == "data" and not used_ids:
             raise ValueError("draft_vocabulary: 'data' needs a DraftData data module to take the ids from. Use null.")
         mask_token_id = self.block.mask_token_id

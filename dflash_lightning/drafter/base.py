@@ -45,8 +45,5 @@ class Drafter(Component, nn.Module, ABC, axis=True):
         """Target decoder layers that ``warm_start`` copies, one per draft layer; empty where none is asked for."""
         return []
 
-    def warm_start(self, layers: list[Mapping[str, Tensor]], *, final_norm: Mapping[str, Tensor] | None = None) -> None:
-        """Copy weights from the target's decoder layers ``layers`` (state dicts, one per draft layer).
-
-        ``final_norm``, where given, is the state dict of the norm in front of the target's language head.
-        """
+    def warm_start(self, layers: list[Mapping[str, Tensor]]) -> None:
+        """Copy weights from the target's decoder layers ``layers`` (state dicts, one per draft layer)."""

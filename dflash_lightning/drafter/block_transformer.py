@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from dflash_lightning.draft_config import DraftConfig
 from dflash_lightning.drafter.base import Drafter
 from dflash_lightning.drafter.layer import ACTIVATIONS, DraftLayer
-from dflash_lightning.drafter.warm_start import check_source, copy_layer, copy_norm
+from dflash_lightning.drafter.warm_start import check_source, copy_layer
 from dflash_lightning.ops.context import ContextState
 from dflash_lightning.ops.norm import RMSNorm
 from dflash_lightning.ops.rotary import check_rope, make_rotation
@@ -129,11 +129,9 @@ class BlockTransformer(Drafter):
         return list(range(num_target_layers - self.num_layers, num_target_layers))
 
     @torch.no_grad()
-    def warm_start(self, layers: list[Mapping[str, Tensor]], *, final_norm: Mapping[str, Tensor] | None = None) -> None:
+    def warm_start(self, layers: list[Mapping[str, Tensor]]) -> None:
         for index, (layer, source) in enumerate(zip(self._layers(), layers, strict=True)):
             copy_layer(source, layer, where=f"drafter layer {index}")
-        if final_norm is not None:
-            copy_norm(final_norm, self.norm, where="drafter norm")
 
     def _layers(self) -> list[DraftLayer]:
         return list(self.layers)  # type: ignore[arg-type]

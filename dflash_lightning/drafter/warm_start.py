@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from dflash_lightning.drafter.layer import ACTIVATIONS, DraftLayer
-from dflash_lightning.ops.norm import RMSNorm
 from dflash_lightning.types import TargetFacts
 
 # Families whose norms multiply by (1 + weight): their norm weights mean something else in a draft layer.
@@ -53,18 +52,3 @@ def copy_layer(source: Mapping[str, Tensor], layer: DraftLayer, *, where: str) -
             )
     for name, value in source.items():
         own[name].copy_(value)
-
-
-def copy_norm(source: Mapping[str, Tensor], norm: RMSNorm, *, where: str) -> None:
-    """Copy the gain of a target norm's state dict into ``norm``.
-
-    Raises:
-        ValueError: the target's norm is of another kind (it has a bias) or width.
-    """
-    shapes = {name: tuple(value.shape) for name, value in source.items()}
-    if shapes != {"weight": tuple(norm.weight.shape)}:
-        raise ValueError(
-            f"{where}: the target's final norm has {shapes}, but the drafter's has a weight of "
-            f"{tuple(norm.weight.shape)} only, so it cannot be copied. Set drafter.init_from_target=false."
-        )
-    norm.weight.copy_(source["weight"])

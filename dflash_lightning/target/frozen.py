@@ -110,10 +110,6 @@ class FrozenTarget:
         """Weights of decoder layer ``i`` under the layer's own names, detached (for warm starts)."""
         return {name: value.detach() for name, value in self.anatomy.layers[i].state_dict().items()}
 
-    def final_norm_state(self) -> dict[str, Tensor]:
-        """Weights of the final norm, detached."""
-        return {name: value.detach() for name, value in self.anatomy.norm.state_dict().items()}
-
     def embed(self, ids: Int[Tensor, "*rows"]) -> Float[Tensor, "*rows H"]:
         """Raw embedding rows: without the factor some families apply inside the model (Gemma's ``sqrt(H)``).
 

@@ -143,19 +143,6 @@ def test_warm_start_copies_the_last_layers_and_passes_the_deepest_feature_throug
     assert torch.equal(model.conditioning.hidden_norm.weight, reader)
 
 
-def test_the_output_norm_starts_from_the_targets_where_it_is_given(make_target, make_draft):
-    target = make_target("qwen3")
-    model = make_draft(target, init_from_target=True)
-    own = model.drafter.norm.weight.detach().clone()
-    model.warm_start(target.decoder_layer_state)
-    assert torch.equal(model.drafter.norm.weight, own)
-    model.warm_start(target.decoder_layer_state, target.final_norm_state())
-    assert torch.equal(model.drafter.norm.weight, target.model.model.norm.weight)
-    for state in ({"weight": torch.ones(31)}, {"weight": torch.ones(32), "bias": torch.ones(32)}):
-        with pytest.raises(ValueError, match=r"drafter norm: the target's final norm has .*init_from_target=false"):
-            model.warm_start(target.decoder_layer_state, state)
-
-
 def test_an_unknown_activation_and_a_missing_part_are_refused_by_name(tiny_target, make_draft):
     config = make_draft(tiny_target).config
     config.hidden_act = "relu_squared"

@@ -232,9 +232,10 @@ def test_init_from_starts_with_the_saved_weights_and_refuses_conflicts(
     make_module, folder = parts[0], tmp_path / "draft"
     saved = make_draft(tiny_target)  # 2 layers
     save_draft(saved, folder)
-    two = BlockTransformer(num_layers=2)
-    module = make_module(tiny_target, init_from=str(folder), drafter=two, conditioning=KVInjection())
+    two, layers_left_open = BlockTransformer(num_layers=2), KVInjection()
+    module = make_module(tiny_target, init_from=str(folder), drafter=two, conditioning=layers_left_open)
     module.configure_model()
+    assert layers_left_open.target_layer_ids is None, "the settings of the recipe were changed"
     assert module.draft_model.config.target_layer_ids == [0, 2]  # left open, so the drafter's
     assert module.draft_model.training
     state = saved.state_dict()
