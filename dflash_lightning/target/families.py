@@ -96,12 +96,6 @@ class Anatomy:
         assert isinstance(found, nn.ModuleList)
         return found
 
-    @property
-    def norm(self) -> nn.Module:
-        found = self.decoder._modules[self.norm_name]
-        assert found is not None
-        return found
-
 
 def find_anatomy(model: PreTrainedModel, source: str) -> Anatomy:
     """The decoder, its layer list and its final norm.
