@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import shutil
 import tempfile
 import warnings
@@ -18,6 +17,8 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
+
+from dflash_lightning.files import cache_folder
 
 _NEEDED = ("gguf", "accelerate")
 _DONE = "complete"  # written last: a folder without it is not read
@@ -34,11 +35,6 @@ def check_gguf_extra(source: str) -> None:
         )
 
 
-def cache_root() -> Path:
-    """Where dequantised models are kept: ``$XDG_CACHE_HOME/dflash_lightning/gguf``, by default under ``~/.cache``."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dflash_lightning" / "gguf"
-
-
 def cached_folder(file: Path) -> Path:
     """Folder of the dequantised model of ``file``; named by its content and by the versions that read it."""
     digest = hashlib.sha256()
@@ -46,7 +42,7 @@ def cached_folder(file: Path) -> Path:
         while piece := stream.read(1 << 22):
             digest.update(piece)
     digest.update("".join(_version(name) for name in ("transformers", *_NEEDED)).encode())
-    return cache_root() / f"{file.stem}-{digest.hexdigest()[:16]}"
+    return cache_folder("gguf") / f"{file.stem}-{digest.hexdigest()[:16]}"
 
 
 def is_complete(folder: Path) -> bool:
