@@ -14,7 +14,9 @@ from dflash_lightning.block.base import BlockConstructor
 from dflash_lightning.data.collate import BatchMaker
 from dflash_lightning.data.conversation import ChatRenderer, Supervise
 from dflash_lightning.data.documents import DataSummary, DocumentMaker, DocumentStore
-from dflash_lightning.data.feature_cache import DTYPES, FeatureCache, cache_bytes, check_memory
+from dflash_lightning.data.feature_cache import DTYPES, FeatureCache, make_in_memory
+from dflash_lightning.data.feature_ranks import make_on_disk
+from dflash_lightning.data.feature_shards import FeatureShards
 from dflash_lightning.data.loader import PlanSampler, StatefulLoader
 from dflash_lightning.data.next_epoch import StartNextEpoch
 from dflash_lightning.data.packing import Planner, PlanSettings
@@ -42,8 +44,11 @@ class DraftData(LightningDataModule):
         supervise: ``"all_turns"`` or ``"last_turn"`` of a conversation.
         chat_template_kwargs: passed to the template, e.g. ``{"enable_thinking": False}``; tokenised rows need none.
             Use the same in evaluation.
-        cache_features: ``"ram"`` keeps the features of all documents in memory; null computes them for every batch.
+        cache_features: ``"ram"`` keeps the features of all documents in memory, ``"disk"`` in files that later runs and
+            other ranks share; null computes them for every batch.
         cache_dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``; null keeps the target's dtype.
+        features_folder: where ``"disk"`` keeps them, in a folder per data, target and layers; null is
+            ``~/.cache/dflash_lightning/features``.
         limit: read only that many rows of every file.
         strict: warnings about the data are errors.
         seed: decides packs, order and anchors, together with the epoch.
@@ -63,8 +68,9 @@ class DraftData(LightningDataModule):
         block_bucket: int = 64,
         supervise: Supervise = "all_turns",
         chat_template_kwargs: Mapping[str, Any] | None = None,
-        cache_features: Literal["ram"] | None = None,
+        cache_features: Literal["ram", "disk"] | None = None,
         cache_dtype: Literal["float32", "bfloat16", "float16"] | None = None,
+        features_folder: str | None = None,
         num_workers: int = 0,
         limit: int | None = None,
         strict: bool = False,
@@ -84,6 +90,7 @@ class DraftData(LightningDataModule):
         self.chat_template_kwargs = dict(chat_template_kwargs or {})
         self.cache_features = cache_features
         self.cache_dtype = target.dtype if cache_dtype is None else DTYPES[cache_dtype]
+        self.features_folder = features_folder
         self.num_workers = num_workers
         self.limit = limit
         self.strict = strict
@@ -113,8 +120,12 @@ class DraftData(LightningDataModule):
                 raise ValueError(f"data.{name}: {getattr(self, name)} is not a count. Use 1 or more.")
         if not self.packing and self.row_blocks is not None:
             raise ValueError("data.row_blocks: applies to packed rows only. Remove it, or set data.packing=true.")
-        if self.cache_features not in (None, "ram"):
-            raise ValueError(f"data.cache_features: {self.cache_features!r} is unknown. Use 'ram' or null.")
+        if self.cache_features not in (None, "ram", "disk"):
+            raise ValueError(f"data.cache_features: {self.cache_features!r} is unknown. Use 'ram', 'disk' or null.")
+        if self.features_folder is not None and self.cache_features != "disk":
+            raise ValueError(
+                "data.features_folder: applies to features on disk only. Remove it, or set data.cache_features=disk."
+            )
         if not self.train:
             raise ValueError("data.train: names no file. Give a file or a list of files.")
 
@@ -189,7 +200,7 @@ class DraftData(LightningDataModule):
             accumulate=self._accumulate(),
             limit=self._limit_batches(planner),
         )
-        if self.cache_features == "ram" and (self._cache is None or self._cache.spec != spec):
+        if self.cache_features is not None and (self._cache is None or self._cache.spec != spec):
             self._cache = self._make_cache(spec)
         pad = self.target.facts.pad_token_id
         maker = BatchMaker(
@@ -273,20 +284,16 @@ class DraftData(LightningDataModule):
     # -- features -----------------------------------------------------------------------------------------------------
 
     def _make_cache(self, spec: FeatureSpec) -> FeatureCache:
-        store = self.documents
-        needed = cache_bytes(int(store.offsets[-1]), spec, self.target.facts.hidden_size, self.cache_dtype)
-        self._say(f"data: features of {store.offsets[-1]} tokens take {needed / 2**20:.0f} MiB of memory")
-        check_memory(needed)
         # Loaders are made (by ``estimated_stepping_batches`` in configure_optimizers) before the module's fit starts.
         target = self.target if self.trainer is None else self.target.to(self.trainer.strategy.root_device)
-        return FeatureCache(
-            store,
-            target,
-            spec,
-            row_tokens=self.row_tokens if self.packing else None,
-            dtype=self.cache_dtype,
-            progress=self._is_main,
-        )
+        row_tokens = self.row_tokens if self.packing else None
+        store, dtype = self.documents, self.cache_dtype
+        if self.cache_features == "ram":
+            return make_in_memory(
+                store, target, spec, row_tokens=row_tokens, dtype=dtype, say=self._say, progress=self._is_main
+            )
+        shards = FeatureShards(store, target, spec, row_tokens=row_tokens, dtype=dtype, root=self.features_folder)
+        return make_on_disk(shards, self.trainer, say=self._say)
 
     def on_before_batch_transfer(self, batch: TrainBatch, dataloader_idx: int) -> TrainBatch:
         """Take the features from the cache while ids are still on the CPU, so that no device sync is needed."""
