@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 from importlib.util import find_spec
@@ -45,6 +46,15 @@ def _find_in_package(text: str, setting: str) -> Path:
         f"{setting}: {text} was not found: package {package!r} has no file {inside!r}. "
         f"Files of that kind in its folder: {there}. Write {PACKAGE_PREFIX}<python package>/<path inside it>."
     )
+
+
+def file_digest(path: Path) -> str:
+    """sha256 of a file's content."""
+    with path.open("rb") as file:
+        digest = hashlib.sha256()
+        while piece := file.read(1 << 20):
+            digest.update(piece)
+    return digest.hexdigest()
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:

@@ -63,7 +63,7 @@ def test_limit_stops_before_a_broken_line(tmp_path: Path) -> None:
     [
         ('{"turns": ["a"', "a.jsonl:3: not valid JSON.*correct or remove this line"),
         ("[1]", "a.jsonl:3: a record is a JSON object"),
-        ('{"text": "a"}', "a.jsonl:3: no known key.*'messages'"),
+        ('{"texts": "a"}', "a.jsonl:3: no known key.*'messages'"),
         ('{"input_ids": [1]}', "a.jsonl:3: 'loss_mask' is missing.*need both"),
         ('{"input_ids": [1, 2], "loss_mask": [1]}', "a.jsonl:3: 2 input_ids but 1 loss_mask"),
         ('{"input_ids": [1], "loss_mask": [2]}', r"a.jsonl:3: loss_mask holds \[2\].*Use 1"),
