@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 from tqdm import tqdm
 
-from dflash_lightning.data.documents import DocumentStore
+from dflash_lightning.data.store import DocumentStore
 from dflash_lightning.target import FrozenTarget
 from dflash_lightning.types import FeatureSpec, TargetFeatures, TrainBatch
 
@@ -164,6 +164,11 @@ def cache_bytes(num_tokens: int, spec: FeatureSpec, hidden_size: int, dtype: tor
     return num_tokens * (len(spec.layer_ids) + spec.last_hidden) * hidden_size * dtype.itemsize
 
 
+def size_text(count: int) -> str:
+    """Bytes in words."""
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
+
+
 def make_in_memory(
     store: DocumentStore,
     target: FrozenTarget,
@@ -181,7 +186,7 @@ def make_in_memory(
     """
     tokens = int(store.offsets[-1])
     needed = cache_bytes(tokens, spec, target.facts.hidden_size, dtype)
-    say(f"data: features of {tokens} tokens take {needed / 2**20:.0f} MiB of memory")
+    say(f"data: features of {tokens} tokens take {size_text(needed)} of memory")
     _check_memory(needed)
     return RamFeatures(store, target, spec, row_tokens=row_tokens, dtype=dtype, progress=progress)
 

@@ -19,7 +19,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from tqdm import tqdm
 
-from dflash_lightning.data.documents import DocumentStore
 from dflash_lightning.data.feature_cache import (
     FeatureCache,
     FixedRow,
@@ -27,8 +26,10 @@ from dflash_lightning.data.feature_cache import (
     compute_features,
     empty_features,
     fixed_rows,
+    size_text,
     slice_features,
 )
+from dflash_lightning.data.store import DocumentStore
 from dflash_lightning.files import cache_folder, write_atomic
 from dflash_lightning.target import FrozenTarget
 from dflash_lightning.types import FeatureSpec, TargetFeatures
@@ -100,8 +101,8 @@ class FeatureShards:
         """What the cache takes and where, in a line, to be printed before anything is computed."""
         total, missing = self._bytes(int(self.store.offsets[-1])), self._missing_bytes()
         return (
-            f"data: features of {self.store.offsets[-1]} tokens take {_size(total)} of disk as "
-            f"{str(self.dtype).removeprefix('torch.')} in {self.folder} ({_size(total - missing)} are there)"
+            f"data: features of {self.store.offsets[-1]} tokens take {size_text(total)} of disk as "
+            f"{str(self.dtype).removeprefix('torch.')} in {self.folder} ({size_text(total - missing)} are there)"
         )
 
     def check_room(self) -> None:
@@ -112,8 +113,8 @@ class FeatureShards:
         if missing > free:
             others = sorted(path.name for path in self.folder.parent.glob("*") if path != self.folder)
             raise ValueError(
-                f"data.cache_features: 'disk' needs {_size(missing)} more in {self.folder}, but {_size(free)} are "
-                f"free there. Free some space (caches of other data or settings in {self.folder.parent}: "
+                f"data.cache_features: 'disk' needs {size_text(missing)} more in {self.folder}, but {size_text(free)} "
+                f"are free there. Free some space (caches of other data or settings in {self.folder.parent}: "
                 f"{others or 'none'}), name another disk in data.features_folder, use a smaller data.cache_dtype or "
                 "fewer rows (data.limit), or null (features are computed on the fly)."
             )
@@ -132,7 +133,9 @@ class FeatureShards:
         mine = [shard for shard in self.shards[rank::world] if shard.path not in self._trusted]
         self.folder.mkdir(parents=True, exist_ok=True)
         if not (self.folder / _KEY_FILE).exists():
-            write_atomic(self.folder / _KEY_FILE, json.dumps({"target": self.target.facts.name, **self.key}, indent=2))
+            write_atomic(
+                self.folder / _KEY_FILE, json.dumps({"target_name": self.target.facts.name, **self.key}, indent=2)
+            )
         total = sum(shard.tokens for shard in mine)
         with tqdm(total=total, desc="cache features", unit=" tokens", disable=not progress) as bar:
             for shard in mine:
@@ -259,7 +262,3 @@ def _sha256(*parts: bytes) -> str:
     for part in parts:
         digest.update(part)
     return digest.hexdigest()
-
-
-def _size(count: int) -> str:
-    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
