@@ -157,7 +157,6 @@ class DocumentMaker:
                 f"Chat template: {name}. Correct the data, raise data.max_length ({self.max_length}), or give rows "
                 "with 'input_ids' and 'loss_mask'."
             )
-        summary.first_supervised = self._first_supervised(self._documents[0])
         return DocumentStore.join(self._documents)
 
     def _draw(self, records: Iterator[Record | BadRecord], source: Source, draw: Draw) -> Iterator[_Drawn]:
@@ -257,19 +256,14 @@ class DocumentMaker:
     # -- counting -----------------------------------------------------------------------------------------------------
 
     def _count(self, outcome: RowOutcome) -> None:
-        summary, copies = self.summary, outcome.copies
+        summary = self.summary
         summary.read += 1
         if outcome.dropped is not None:
             summary.drop(outcome.dropped, f"{outcome.file}:{outcome.line}", bad=outcome.bad, cut=outcome.cut)
             self.rejected.append(outcome)
             return
-        summary.kept += 1
-        summary.documents += copies * len(outcome.documents)
-        for document in outcome.documents:
-            summary.tokens += copies * len(document)
-            summary.supervised += copies * int(document.mask.sum())
-            summary.anchors += copies * document.anchors
-            summary.longest = max(summary.longest, len(document))
+        summary.keep(outcome.documents, outcome.copies)
+        summary.first_supervised = summary.first_supervised or self._first_supervised(outcome.documents[0])
 
     def _first_supervised(self, document: MaskedIds) -> str:
         """Text of the first supervised span, shortened: the quickest check of a mask."""

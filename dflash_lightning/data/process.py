@@ -22,7 +22,7 @@ from dflash_lightning.data.processed_cache import Processed, ProcessedCache
 from dflash_lightning.data.sources import Source
 from dflash_lightning.data.truncation import TRUNCATE, Truncate
 from dflash_lightning.files import file_digest, write_atomic
-from dflash_lightning.target import FrozenTarget
+from dflash_lightning.target import FrozenTarget, TargetText
 from dflash_lightning.target.mask_token import special_ids
 
 _LIBRARIES = ("transformers", "tokenizers", "jinja2", "numpy", "pyarrow", "datasets")
@@ -50,26 +50,28 @@ class Processing:
         Raises:
             ValueError: a source cannot be read, or no row can be used.
         """
-        maker = self.maker(target)
+        maker = self.maker(target.text)
         for source in sources:
             maker.read(source, progress=progress)
         return Processed(maker.store(), maker.summary, [outcome.rejection() for outcome in maker.rejected])
 
-    def maker(self, target: FrozenTarget) -> DocumentMaker:
-        """What turns rows into documents for ``target``."""
-        return DocumentMaker(
+    def maker(self, text: TargetText) -> DocumentMaker:
+        """What turns rows into documents for a target, of which it needs no weights."""
+        maker = DocumentMaker(
             lambda: ChatRenderer(
-                target.tokenizer,
-                stop_ids=target.stop_ids,
+                text.tokenizer,
+                stop_ids=text.stop_ids,
                 chat_template_kwargs=self.chat_template_kwargs,
                 supervise=self.supervise,
             ),
             max_length=self.max_length,
-            vocab_size=target.facts.vocab_size,
-            tokenizer=target.tokenizer,
+            vocab_size=text.vocab_size,
+            tokenizer=text.tokenizer,
             truncate=self.truncate,
             seed=self.seed,
         )
+        maker.summary.rendering = f"supervise={self.supervise}, chat_template_kwargs={dict(self.chat_template_kwargs)}"
+        return maker
 
     def key(self, sources: Sequence[Source], target: FrozenTarget) -> dict[str, Any]:
         """Everything that the documents depend on, by content: files, tokenizer, template, settings and code.

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from dflash_lightning.data.store import MaskedIds
 
 FEW_ANCHORS = 1000  # below this a drafter learns next to nothing
 _LISTED = 6  # reasons in the printed account
@@ -21,7 +23,8 @@ class DataSummary:
     dropped but not counted as bad: there is at most one per file, and nothing to correct). ``left_out`` rows were not
     read because their source has a weight below 1. ``documents``, ``tokens``, ``supervised`` and ``anchors`` count what
     an epoch holds, so a row of a source with weight 2 counts twice. ``unusable`` counts documents of kept rows that
-    have no place where a block can start (or none any more, once cut).
+    have no place where a block can start (or none any more, once cut). ``lengths`` counts documents by the power of two
+    that they do not exceed. ``rendering`` says with which settings chat rows were rendered.
     """
 
     sources: list[str] = field(default_factory=list)
@@ -40,16 +43,19 @@ class DataSummary:
     truncated: int = 0
     unusable: int = 0
     longest: int = 0
+    lengths: Counter[int] = field(default_factory=Counter)
+    rendering: str = ""
     empty_reasoning: int = 0
     first_supervised: str = ""
 
     @classmethod
     def from_dict(cls, tree: Mapping[str, Any]) -> DataSummary:
         """The inverse of ``dataclasses.asdict`` (after a trip through JSON)."""
-        return cls(**{**tree, "dropped": Counter(tree["dropped"])})
+        lengths = Counter({int(bound): count for bound, count in tree["lengths"].items()})
+        return cls(**{**tree, "dropped": Counter(tree["dropped"]), "lengths": lengths})
 
     def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "dropped": dict(self.dropped)}
+        return {**asdict(self), "dropped": dict(self.dropped), "lengths": dict(self.lengths)}
 
     @property
     def num_dropped(self) -> int:
@@ -69,6 +75,22 @@ class DataSummary:
         if bad and not cut:
             self.bad += 1
             self.bad_examples = [*self.bad_examples, text][:3]
+
+    def keep(self, documents: Sequence[MaskedIds], copies: int) -> None:
+        """Count a kept row with its documents, each used ``copies`` times per epoch."""
+        self.kept += 1
+        self.documents += copies * len(documents)
+        for document in documents:
+            length = len(document)
+            self.tokens += copies * length
+            self.supervised += copies * int(document.mask.sum())
+            self.anchors += copies * document.anchors
+            self.longest = max(self.longest, length)
+            self.lengths[1 << (length - 1).bit_length()] += copies
+
+    def histogram(self) -> str:
+        """Documents by length, in words: how many have at most so many tokens, and more than the bound before."""
+        return ", ".join(f"{count} <= {bound}" for bound, count in sorted(self.lengths.items()))
 
     def reasons(self) -> list[str]:
         return [f"{count} x {reason} (first: {self.examples[reason]})" for reason, count in self.dropped.most_common()]
@@ -116,11 +138,12 @@ class DataSummary:
             f"{self.num_dropped} dropped{listed}",
             *(f"    dropped {reason}" for reason in reasons[:_LISTED]),
             *([f"    and for {len(reasons) - _LISTED} other reasons"] if len(reasons) > _LISTED else []),
-            f"  tokens: {self.tokens}, {100 * self.share:.1f} % supervised; longest document {self.longest}, "
-            f"{self.truncated} truncated; blocks can start at {self.anchors} places",
+            f"  tokens: {self.tokens}, {100 * self.share:.1f} % supervised; blocks can start at {self.anchors} places",
+            f"  documents by length: {self.histogram() or 'none'}; longest {self.longest}, {self.truncated} truncated",
         ]
-        if self.first_supervised:
-            lines.append(f"  first supervised text: {self.first_supervised!r}")
+        rendering = f" ({self.rendering})" if self.chat_rows else ""
+        if self.first_supervised or rendering:
+            lines.append(f"  first supervised text{rendering}: {self.first_supervised!r}")
         if self.unusable:
             lines.append(f"  {self.unusable} further documents of kept rows have no place where a block can start")
         return lines + [f"  warning: {text}" for text in self.warnings()]
