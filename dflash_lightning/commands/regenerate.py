@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from pathlib import Path
 
 from dflash_lightning.commands.drafts import find_draft, open_target, open_target_of
 from dflash_lightning.commands.evaluate import settings_of
+from dflash_lightning.data.regenerate import RegenerateReport
 from dflash_lightning.data.regenerate import regenerate as regenerate_file
+from dflash_lightning.data.row_log import partial_path
 
 
 def regenerate(args: argparse.Namespace) -> int:
@@ -17,22 +21,46 @@ def regenerate(args: argparse.Namespace) -> int:
         target = open_target(args.target, device=args.device, dtype=args.dtype)
     else:
         target = open_target_of(draft, args.target, device=args.device, dtype=args.dtype)
-    report = regenerate_file(
-        args.prompts,
-        target,
-        args.out,
-        batch_size=settings.batch_size,
-        max_new_tokens=settings.max_new_tokens,
-        temperature=settings.temperature,
-        top_p=settings.top_p,
-        top_k=settings.top_k,
-        seed=settings.seed,
-        limit=args.limit,
-        chat_template_kwargs=args.chat_template_kwargs,
-        draft=None if draft is None else draft.model,
-    )
-    print(
-        f"{report.out}: {report.rows} of {report.prompts} prompts answered ({report.resumed} before this call), "
-        f"{report.failed} failed, {report.cut} cut at --max-new-tokens, {report.response_tokens} response tokens"
-    )
+    try:
+        report = regenerate_file(
+            args.prompts,
+            target,
+            args.out,
+            batch_size=settings.batch_size,
+            max_new_tokens=settings.max_new_tokens,
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+            top_k=settings.top_k,
+            seed=settings.seed,
+            limit=args.limit,
+            chat_template_kwargs=args.chat_template_kwargs,
+            draft=None if draft is None else draft.model,
+            compile=settings.compile,
+        )
+    except KeyboardInterrupt:
+        if partial_path(Path(args.out)).exists():
+            print("regenerate: the answers so far are kept; the same command goes on from there", file=sys.stderr)
+        raise
+    print(*_lines(report), sep="\n")
     return 0
+
+
+def _lines(report: RegenerateReport) -> list[str]:
+    counts = report.counts
+    before = f" ({report.resumed} before this call)" if report.resumed else ""
+    lines = [
+        f"{report.out}: {counts.rows} of {counts.prompts} prompts answered{before}, {counts.response_tokens} response "
+        f"tokens, {counts.cut} answers cut at --max-new-tokens"
+    ]
+    if counts.lines > counts.rows:
+        lines.append(f"  {counts.lines} rows: the template rewrites history, so that later turns are rows of their own")
+    if report.failures is not None:
+        lines.append(
+            f"  {counts.failed} prompts without answer, {counts.unfinished} with some turns unanswered: see "
+            f"{report.failures}"
+        )
+    if report.new_tokens:
+        lines.append(
+            f"  {report.new_tokens} tokens in {report.seconds:.1f} s, {report.new_tokens / report.seconds:.1f}/s"
+        )
+    return lines
