@@ -110,8 +110,9 @@ class DraftData(LightningDataModule):
         self.num_workers = num_workers
         self.strict = strict
         self.seed = seed
-        self._check_settings()
         processing = Processing(max_length, truncate, supervise, self.chat_template_kwargs, seed)
+        processing.check_target(target.text)
+        self._check_settings()
         self.rows = TrainingRows(make_sources(train, limit=limit), processing, max_bad_rows, rejected, cache)
         self.summary = DataSummary()
         self._store: DocumentStore | None = None
@@ -121,12 +122,6 @@ class DraftData(LightningDataModule):
         self._position: dict[str, Any] | None = None
 
     def _check_settings(self) -> None:
-        positions = self.target.facts.max_positions
-        if not 2 <= self.max_length <= positions:
-            raise ValueError(
-                f"data.max_length: {self.max_length} is not possible for {self.target.facts.name}, which has "
-                f"{positions} positions. Use 2..{positions}."
-            )
         if self.row_tokens < self.max_length:
             raise ValueError(
                 f"data.row_tokens: a row of {self.row_tokens} cannot hold a document of data.max_length="
@@ -162,23 +157,11 @@ class DraftData(LightningDataModule):
             return
         processed, account = self.rows.load(self.target, is_main=self._is_main)
         self.summary = processed.summary
-        if not self.summary.chat_rows:
-            self._check_unused_settings()
+        self.rows.processing.check_used(self.summary)
         self._say(*account)
         if self.strict and self.summary.warnings():
             raise ValueError(f"data: {' '.join(self.summary.warnings())} (An error because of data.strict=true.)")
         self._store = processed.store
-
-    def _check_unused_settings(self) -> None:
-        """Tokenised rows have no turns, so a choice of turns is refused, not ignored.
-
-        ``chat_template_kwargs`` is not: evaluation renders its prompts with the same field.
-        """
-        if self.supervise != "all_turns":
-            raise ValueError(
-                f"data.supervise: {self.supervise!r} does not apply to tokenised rows, which are used as they are. "
-                "Remove it, or give chat rows."
-            )
 
     @property
     def documents(self) -> DocumentStore:

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 import dflash_lightning
 from dflash_lightning.data.conversation import ChatRenderer, Supervise
-from dflash_lightning.data.documents import DocumentMaker
+from dflash_lightning.data.documents import DataSummary, DocumentMaker
 from dflash_lightning.data.processed_cache import Processed, ProcessedCache
 from dflash_lightning.data.sources import Source
 from dflash_lightning.data.truncation import TRUNCATE, Truncate
@@ -43,6 +43,25 @@ class Processing:
     def __post_init__(self) -> None:
         if self.truncate not in TRUNCATE:
             raise ValueError(f"data.truncate: {self.truncate!r} is unknown. Use one of {list(TRUNCATE)}.")
+
+    def check_target(self, text: TargetText) -> None:
+        """Refuse documents longer than the target has positions."""
+        if not 2 <= self.max_length <= text.max_positions:
+            raise ValueError(
+                f"data.max_length: {self.max_length} is not possible for {text.name}, which has {text.max_positions} "
+                f"positions. Use 2..{text.max_positions}."
+            )
+
+    def check_used(self, summary: DataSummary) -> None:
+        """Tokenised rows have no turns, so a choice of turns is refused, not ignored.
+
+        ``chat_template_kwargs`` is not: evaluation renders its prompts with the same field.
+        """
+        if not summary.chat_rows and self.supervise != "all_turns":
+            raise ValueError(
+                f"data.supervise: {self.supervise!r} does not apply to tokenised rows, which are used as they are. "
+                "Remove it, or give chat rows."
+            )
 
     def make(self, sources: Sequence[Source], target: FrozenTarget, *, progress: bool = False) -> Processed:
         """Read, render, tokenise and cut everything.
