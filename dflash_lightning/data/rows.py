@@ -28,7 +28,9 @@ ROLES = {
     "observation": "tool",
 }
 Message = dict[str, Any]
-Kind = Literal["tokens", "messages", "conversations", "alpaca", "response", "completion", "turns", "text", "prompt"]
+Kind = Literal[
+    "tokens", "messages", "conversations", "alpaca", "response", "completion", "turns", "text", "code", "prompt"
+]
 # Keys that make a record of each kind. What a kind needs must all be there; "prompt" is what is left of a pair.
 KINDS: dict[Kind, tuple[str, ...]] = {
     "tokens": ("input_ids", "loss_mask"),
@@ -39,8 +41,13 @@ KINDS: dict[Kind, tuple[str, ...]] = {
     "completion": ("prompt", "completion"),
     "turns": ("turns",),
     "text": ("text",),
+    "code": ("task_id", "prompt", "entry_point"),
     "prompt": ("prompt",),
 }
+# How a function that lacks its body is asked for: a chat model needs to be told what to do with it.
+_CODE_TURN = (
+    "Complete this Python function. Answer with the whole function in one code block.\n\n```python\n{code}\n```"
+)
 
 
 @dataclass(frozen=True)
@@ -109,6 +116,7 @@ def parse_record(record: Any, where: str, kind: Kind | None = None) -> Row:
     ``instruction`` (``input``) with ``output``   one exchange (Alpaca); an ``input`` follows after a blank line
     ``prompt`` with ``response`` or ``completion`` one exchange
     ``turns``, or ``prompt`` alone                user turns without answers
+    ``prompt`` with ``task_id``, ``entry_point``  the head of a Python function (HumanEval), put into a user turn
     ``text``                                      plain text
     ============================================= ================================================================
 
@@ -133,6 +141,9 @@ def parse_record(record: Any, where: str, kind: Kind | None = None) -> Row:
         return PromptRow(where, _turns(given["turns"], where))
     if kind == "prompt":
         return PromptRow(where, [_checked_text(given["prompt"], where, "prompt")])
+    if kind == "code":
+        code = _checked_text(given["prompt"], where, "prompt").strip("\n")
+        return PromptRow(where, [_CODE_TURN.format(code=code)])
     if kind == "text":
         return TextRow(where, _checked_text(given["text"], where, "text"))
     tools = given.get("tools")

@@ -1,6 +1,7 @@
 """Conversations answered by the target: the very ids it decodes, no row lost or doubled, whatever stops the job."""
 
 import copy
+import gzip
 import json
 import multiprocessing
 import os
@@ -22,6 +23,7 @@ from dflash_lightning.data.answering import Conversation
 from dflash_lightning.data.conversation import ChatRenderer
 from dflash_lightning.data.draft_trial import DraftTrial
 from dflash_lightning.data.prompt_script import Script
+from dflash_lightning.data.prompts import load_prompts
 from dflash_lightning.data.regenerate import regenerate
 from dflash_lightning.data.row_log import RowLog, partial_path
 from dflash_lightning.data.rows import TokenRow, read_rows
@@ -409,6 +411,32 @@ def test_prompts_that_cannot_be_answered_go_to_a_side_file_with_reasons(target: 
     reasons = ["not valid JSON", "tool turns", "does not fit into the 502", "plain text are no prompts"]
     for failure, words in zip(failed, reasons, strict=True):
         assert words in failure["reason"]
+
+
+def test_a_list_cut_off_in_its_last_record_gives_all_the_others(target: FrozenTarget, tmp_path: Path) -> None:
+    said = [[{"from": "human", "value": text}, {"from": "gpt", "value": "OLD"}] for text in ("one", "two", "three")]
+    whole = json.dumps([{"id": str(i), "conversations": turns} for i, turns in enumerate(said)], indent=1)
+    prompts = tmp_path / "sharegpt.json"
+    prompts.write_text(whole[: whole.index("three") + 2])
+    report = run(prompts, target, tmp_path / "out.jsonl")
+    assert [row["messages"][0]["content"] for row in read(report.out)] == ["one", "two"]
+    (failure,) = read(report.failures)
+    assert (failure["line"], failure["row"]) == (whole[: whole.index('"id": "2"')].count("\n"), 2)
+    assert "cut off" in failure["reason"]
+
+
+def test_the_head_of_a_function_is_asked_to_be_completed(target: FrozenTarget, tmp_path: Path) -> None:
+    """HumanEval's records; packed, as its package has them."""
+    head = 'def add(a, b):\n    """Sum."""\n'
+    record = {"task_id": "HumanEval/0", "prompt": f"\n{head}", "entry_point": "add", "test": "assert add(1, 2) == 3"}
+    prompts = tmp_path / "HumanEval.jsonl.gz"
+    prompts.write_bytes(gzip.compress(json.dumps(record).encode()))
+    (row,) = read(run(prompts, target, tmp_path / "out.jsonl").out)
+    (asked, _) = row["messages"]
+    assert asked["role"] == "user"
+    assert asked["content"].startswith("Complete this Python function.")
+    assert asked["content"].endswith(f"```python\n{head}```")
+    assert load_prompts(prompts) == [[asked]], "evaluation asks alike"
 
 
 def test_provenance_tells_what_the_answers_were_made_with(target: FrozenTarget, prompts: Path, tmp_path: Path) -> None:
