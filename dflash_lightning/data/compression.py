@@ -68,7 +68,7 @@ def open_plain(file: Path) -> Iterator[io.BufferedReader]:
 class _Checked(io.RawIOBase):
     """A stream whose own errors are told apart from those of whoever reads it."""
 
-    def __init__(self, stream: io.BufferedReader, broken: tuple[type[Exception], ...]) -> None:
+    def __init__(self, stream: Any, broken: tuple[type[Exception], ...]) -> None:
         self._stream, self._broken = stream, broken
 
     def readable(self) -> bool:
@@ -76,7 +76,7 @@ class _Checked(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         try:
-            piece = self._stream.read1(len(buffer))  # type: ignore[attr-defined]
+            piece = self._stream.read1(len(buffer))
         except EOFError:
             raise CutOff("the compressed file is cut off here") from None
         except self._broken as error:

@@ -22,7 +22,7 @@ _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 _SUFFIXES: dict[str, Format] = {".json": "json", ".parquet": "parquet"}
 _BOM = b"\xef\xbb\xbf"
 _CHUNK = 1 << 20  # bytes of a JSON list read at a time
-_SPACE = re.compile(r"[ \t\r\n]*")
+_SPACE = re.compile(r"[ \t\r\n\ufeff]*")  # a byte-order mark may stand first
 _TAIL = 12  # json reports a literal, number or escape that is cut off at most so far before the end of the text
 _DECODER = json.JSONDecoder()
 
@@ -141,18 +141,18 @@ def _json_list(file: Path) -> Iterator[Record | BadRecord]:
     with open_plain(file) as stream:
         reader = _ListReader(stream, file)
         reader.skip()  # the bracket
-        while reader.peek() != "]":
-            line = reader.line
-            try:
+        line = reader.line
+        try:
+            while reader.peek() != "]":
+                line = reader.line
                 yield Record(str(file), line, reader.value())
-            except _Incomplete as reason:
-                what = f"not valid JSON ({reason}). The list ends in the middle of this record: was the file cut off?"
-                yield BadRecord(str(file), line, what, cut=True)
-                return
-            if reader.peek() == ",":
-                reader.skip()
-            elif reader.peek() != "]":
-                reader.refuse("a comma or closing bracket is missing")
+                if reader.peek() == ",":
+                    reader.skip()
+                elif reader.peek() != "]":
+                    reader.refuse("a comma or closing bracket is missing")
+        except _Incomplete as reason:
+            what = f"not valid JSON ({reason}). The list ends in the middle of this record: was the file cut off?"
+            yield BadRecord(str(file), max(line, reader.line), what, cut=True)
 
 
 class _Incomplete(Exception):
@@ -167,8 +167,6 @@ class _ListReader:
         self._text, self._position, self._at_end = "", 0, False
         self._line, self._counted = 1, 0
         self._open = b""
-        self._more()
-        self._text = self._text.removeprefix("\ufeff")
 
     @property
     def line(self) -> int:
