@@ -19,6 +19,7 @@ import dflash_lightning
 from dflash_lightning.data.conversation import ChatRenderer, Supervise
 from dflash_lightning.data.documents import DataSummary, DocumentMaker
 from dflash_lightning.data.processed_cache import Processed, ProcessedCache
+from dflash_lightning.data.provenance import joint_provenance
 from dflash_lightning.data.sources import Source
 from dflash_lightning.data.truncation import TRUNCATE, Truncate
 from dflash_lightning.files import file_digest, write_atomic
@@ -147,6 +148,15 @@ class TrainingRows:
         if self.rejected is not None and is_main:
             lines = "".join(json.dumps(entry) + "\n" for entry in processed.rejected)
             write_atomic(Path(self.rejected), lines)
+        files: list[Path | None] = []
+        for source in self.sources:
+            files += [None] if source.is_hub else source.files()
+        made = joint_provenance(
+            files,
+            target_digest=target.facts.digest,
+            chat_template_kwargs=self.processing.chat_template_kwargs,
+        )
+        processed.summary.labels, processed.summary.unfitting = made.labels, made.warnings
         processed.summary.check_bad(self.max_bad_rows, self.rejected)
         return processed, [*processed.summary.lines(rejected=self.rejected), *where]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -47,8 +47,36 @@ def read_provenance(file: Path) -> Provenance | None:
     return found
 
 
-def joint_labels(files: Iterable[Path]) -> Labels:
-    """The labels of several files together: greedy if any is (what needs samples must not see it), else the unknown."""
-    found = {"unknown" if made is None else made.labels for made in map(read_provenance, files)}
+@dataclass(frozen=True)
+class JointProvenance:
+    """What the sidecars of all training files say together: ``labels``, and ``warnings`` about what does not fit."""
+
+    labels: Labels
+    warnings: list[str]
+
+
+def joint_provenance(
+    files: Iterable[Path | None], *, target_digest: str, chat_template_kwargs: Mapping[str, Any]
+) -> JointProvenance:
+    """Labels are greedy if those of any file are (what needs samples must not see it), else unknown if any are.
+
+    A null stands for a source that is no file, of which nothing is known.
+
+    Warned of: answers of another target, and prompts rendered with other settings than evaluation will render them.
+    """
+    labels: set[Labels] = set()
+    warnings = []
+    for file in files:
+        made = None if file is None else read_provenance(file)
+        labels.add("unknown" if made is None else made.labels)
+        if made is not None and made.target_digest != target_digest:
+            warnings.append(
+                f"the answers in {file} are another target's, so the drafter learns what its own never says."
+            )
+        if made is not None and made.chat_template_kwargs != dict(chat_template_kwargs):
+            warnings.append(
+                f"{file} was regenerated with chat_template_kwargs {made.chat_template_kwargs}, but "
+                f"data.chat_template_kwargs is {dict(chat_template_kwargs)}: evaluation asks otherwise than training."
+            )
     order: tuple[Labels, ...] = ("greedy", "unknown", "sampled")
-    return next((labels for labels in order if labels in found), "unknown")
+    return JointProvenance(next((entry for entry in order if entry in labels), "unknown"), warnings)

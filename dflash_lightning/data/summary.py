@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from dflash_lightning.data.provenance import Labels
 from dflash_lightning.data.store import MaskedIds
 
 FEW_ANCHORS = 1000  # below this a drafter learns next to nothing
@@ -24,7 +25,8 @@ class DataSummary:
     read because their source has a weight below 1. ``documents``, ``tokens``, ``supervised`` and ``anchors`` count what
     an epoch holds, so a row of a source with weight 2 counts twice. ``unusable`` counts documents of kept rows that
     have no place where a block can start (or none any more, once cut). ``lengths`` counts documents by the power of two
-    that they do not exceed. ``rendering`` says with which settings chat rows were rendered.
+    that they do not exceed. ``rendering`` says with which settings chat rows were rendered. ``labels`` and
+    ``unfitting`` are what the files' sidecars say (see ``data.provenance``).
     """
 
     sources: list[str] = field(default_factory=list)
@@ -47,6 +49,8 @@ class DataSummary:
     rendering: str = ""
     empty_reasoning: int = 0
     first_supervised: str = ""
+    labels: Labels = "unknown"
+    unfitting: list[str] = field(default_factory=list)
 
     @classmethod
     def from_dict(cls, tree: Mapping[str, Any]) -> DataSummary:
@@ -112,7 +116,7 @@ class DataSummary:
 
     def warnings(self) -> list[str]:
         """What is probably not meant; empty for healthy data."""
-        found = []
+        found = list(self.unfitting)
         if self.empty_reasoning:
             found.append(
                 f"{self.empty_reasoning} responses without reasoning, while the template's thinking is on, would teach "
@@ -133,7 +137,7 @@ class DataSummary:
         listed = f", listed in {rejected}" if rejected is not None and self.num_dropped else ""
         reasons = self.reasons()
         lines = [
-            f"data: {', '.join(self.sources)}",
+            f"data: {', '.join(self.sources)}{'' if self.labels == 'unknown' else f' ({self.labels} labels)'}",
             f"  rows: {self.read} read{weighted}, {self.kept} kept as {self.documents} documents, "
             f"{self.num_dropped} dropped{listed}",
             *(f"    dropped {reason}" for reason in reasons[:_LISTED]),
