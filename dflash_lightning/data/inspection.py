@@ -133,4 +133,4 @@ def _encode(renderer: ChatRenderer, messages: Sequence[Message], name: str) -> l
     try:
         return renderer.encode_prompt(messages)
     except UnusableRow as error:
-        raise ValueError(f"{name}: prompt {str(messages)[:80]!r}: {error}. Change the prompt, or leave it out.") from None
+        raise ValueError(f"{name}: prompt {str(messages)[:80]!r}: {error}. Change it, or leave it out.") from None

@@ -32,7 +32,7 @@ class Overlap:
 
 
 class OverlapCounter:
-    """Counts which n-grams of ``samples`` occur in reference sequences, of which it sees one at a time and keeps none."""
+    """Counts which n-grams of ``samples`` occur in reference sequences, which it sees one at a time and forgets."""
 
     def __init__(self, samples: Iterable[Sequence[Hashable]], *, n: int = 13) -> None:
         if n < 1:
