@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 _MAGIC = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\xfd7zXZ\x00": "lzma", b"\x28\xb5\x2f\xfd": "zstandard"}
@@ -31,7 +30,7 @@ class Damaged(Exception):
     """The compressed data is not what was written."""
 
 
-def optional(package: str, where: str, module: str | None = None) -> ModuleType:
+def optional(package: str, where: str, module: str | None = None) -> Any:
     """An optional package's module.
 
     Raises:

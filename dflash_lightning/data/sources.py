@@ -169,13 +169,12 @@ def _make_source(entry: Any, limit: int | None, where: str) -> Source:
             near = get_close_matches(str(key), known, n=1)
             hint = f"Did you mean {near[0]!r}?" if near else f"Known keys: {known}."
             raise ValueError(f"{where}.{key}: unknown key of a source. {hint}")
-    source = Source(**{"limit": limit, **entry})
-    _check_source(source, where)
-    return source
+    _check_values({field.name: entry.get(field.name, field.default) for field in fields(Source)}, where)
+    return Source(**{"limit": limit, **entry, "weight": float(entry.get("weight", 1))})
 
 
-def _check_source(source: Source, where: str) -> None:
-    weight, limit = source.weight, source.limit
+def _check_values(values: Mapping[str, Any], where: str) -> None:
+    weight, limit = values["weight"], values["limit"]
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
         raise ValueError(
             f"{where}.weight: {weight!r} is not how often a row is used per epoch. Use a positive number; 1 uses every "
@@ -184,16 +183,15 @@ def _check_source(source: Source, where: str) -> None:
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
         raise ValueError(f"{where}.limit: {limit!r} is not a number of rows. Use 1 or more, or null for all.")
     for name, allowed in (("format", FORMATS), ("kind", tuple(KINDS))):
-        value = getattr(source, name)
-        if value is not None and value not in allowed:
-            raise ValueError(f"{where}.{name}: {value!r} is unknown. Use one of {list(allowed)}, or null.")
+        if values[name] is not None and values[name] not in allowed:
+            raise ValueError(f"{where}.{name}: {values[name]!r} is unknown. Use one of {list(allowed)}, or null.")
+    is_hub = values["path"].startswith(HUB_PREFIX)
     for name in ("split", "subset", "revision"):
-        value = getattr(source, name)
-        if value is not None and not isinstance(value, str):
-            raise ValueError(f"{where}.{name}: {value!r} is not text. Put it in quotes.")
-        if value is not None and name != "split" and not source.is_hub:
+        if values[name] is not None and not isinstance(values[name], str):
+            raise ValueError(f"{where}.{name}: {values[name]!r} is not text. Put it in quotes.")
+        if values[name] is not None and name != "split" and not is_hub:
             raise ValueError(f"{where}.{name}: applies to hub data sets ({HUB_PREFIX}owner/name) only. Remove it.")
-    if source.is_hub and source.format is not None:
+    if is_hub and values["format"] is not None:
         raise ValueError(f"{where}.format: does not apply to a hub data set. Remove it.")
 
 
