@@ -35,14 +35,13 @@ class TokenTable:
         """The lines of one document, three for every group of tokens that fits."""
         cells = [(str(token), self._text(token)) for token in document.ids.tolist()]
         widths = [max(len(number), _columns(text)) for number, text in cells]
-        start = 0
+        mask, start = document.mask.tolist(), 0
         while start < len(cells):
             end, used = start, _LABEL + 3
             while end < len(cells) and (end == start or used + len(_GAP) + widths[end] <= self._width):
                 used += len(_GAP) + widths[end]
                 end += 1
             part = range(start, end)
-            mask = document.mask.tolist()
             yield _line(str(start), [cells[j][0].ljust(widths[j]) for j in part])
             if self._decode is not None:
                 yield _line("text", [self._paint(_pad(cells[j][1], widths[j]), mask[j]) for j in part])
