@@ -18,6 +18,8 @@ from dflash_lightning.cli import main, make_parser
 from dflash_lightning.commands.inspect_text import TokenTable, visible
 from dflash_lightning.data import ChatRenderer, DraftData
 from dflash_lightning.data.inspection import BlockAccount, PromptOverlap, supervised_spans, training_rows
+from dflash_lightning.data.process import Processing, TrainingRows
+from dflash_lightning.data.sources import Source
 from dflash_lightning.data.store import MaskedIds
 from dflash_lightning.target import FrozenTarget
 from dflash_lightning.types import Alignment, Document
@@ -354,20 +356,20 @@ def test_every_setting_that_decides_documents_is_taken_from_the_recipe() -> None
         "seed": 4,
         "limit": 2,
     }
-    sources, processing, bad = training_rows({**settings, "chat_template_kwargs": {"a": 1}, "max_bad_rows": 0.5})
-    assert (processing.max_length, processing.truncate, processing.supervise, processing.seed) == (
-        9,
-        "drop",
-        "last_turn",
-        4,
-    )
-    assert processing.chat_template_kwargs == {"a": 1} and (sources[0].path, sources[0].limit, bad) == (
-        "a.jsonl",
-        2,
-        0.5,
-    )
-    _, processing, bad = training_rows({"train": "a.jsonl"})
-    assert (processing.max_length, processing.chat_template_kwargs, bad) == (3072, {}, 0.01)
+    rows = training_rows({**settings, "chat_template_kwargs": {"a": 1}, "max_bad_rows": 0.5, "cache": "user"})
+    expected = Processing(9, "drop", "last_turn", {"a": 1}, 4)
+    assert rows == TrainingRows([Source("a.jsonl", limit=2)], expected, 0.5, rejected=None, cache=None)
+    assert training_rows({"train": "a.jsonl"}).processing == Processing(3072, "right", "all_turns", {}, 0)
+
+
+def test_what_a_sidecar_says_of_the_answers_is_part_of_the_account(run: Run, here: Path) -> None:
+    (here / "made.jsonl").write_text(json.dumps(GOOD[0]) + "\n")
+    made = {"sampling": {"labels": "sampled"}, "target": {"digest": "x"}, "chat_template": {"kwargs": {"mood": "sad"}}}
+    (here / "made.jsonl.meta.json").write_text(json.dumps({"made_with": made}))
+    _, _, errors = run("made.jsonl", target="thinking")
+    assert errors.startswith("data: made.jsonl (sampled labels)\n")
+    assert "was regenerated with chat_template_kwargs {'mood': 'sad'}" in errors and "another target" not in errors
+    assert "regenerated" not in run("made.jsonl", "--chat-template-kwargs", "mood=sad", target="thinking")[2]
 
 
 # -- evaluation prompts -----------------------------------------------------------------------------------------------

@@ -7,7 +7,8 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from omegaconf import DictConfig, OmegaConf
 from dflash_lightning.commands.inspect_against import ServerIds
 from dflash_lightning.commands.inspect_text import TokenTable
 from dflash_lightning.data import load_prompts
-from dflash_lightning.data.documents import DocumentMaker, RowOutcome
+from dflash_lightning.data.documents import DataSummary, DocumentMaker, RowOutcome
 from dflash_lightning.data.inspection import BlockAccount, PromptOverlap, supervised_text, training_rows
+from dflash_lightning.data.process import TrainingRows
 from dflash_lightning.data.sources import Source
 from dflash_lightning.recipe import RecipeError, list_faults, load_recipe, make_target
 from dflash_lightning.recipe_load import RECIPE_FILE, recipe_names
@@ -41,14 +43,14 @@ def inspect(args: argparse.Namespace) -> int:
     text = _open_text(tree["target"])
     if not _is_recipe(args.data) and not _sets_length(args):
         tree["data"]["max_length"] = min(tree["data"]["max_length"], text.max_positions)
-    sources, processing, max_bad_rows = training_rows(tree["data"])
-    processing.check_target(text)
-    maker = processing.maker(text)
+    rows = training_rows(tree["data"])
+    rows.processing.check_target(text)
+    maker = rows.processing.maker(text)
     blocks = BlockAccount(make(tree["block"]))
     overlaps = [PromptOverlap(name, load_prompts(name), maker.renderer) for name in _evaluation_files(args, tree)]
-    server = None if args.against is None else ServerIds(args.against, _only_file(sources))
+    server = None if args.against is None else ServerIds(args.against, _only_file(rows.sources))
     show = _JsonRows(text) if args.json else _TextRows(args, text)
-    for outcome in _outcomes(maker, sources, progress=args.json and sys.stderr.isatty()):
+    for outcome in _outcomes(maker, rows.sources, progress=args.json and sys.stderr.isatty()):
         for number, document in enumerate(outcome.documents):
             anchors = blocks.add(document, outcome.copies)
             show.document(outcome, number, anchors)
@@ -61,7 +63,8 @@ def inspect(args: argparse.Namespace) -> int:
             if server is not None:
                 server.skip(outcome.line)
     sys.stdout.flush()
-    refusals = _refusals(maker, processing.check_used, max_bad_rows)
+    rows.add_provenance(maker.summary, None)
+    refusals = _refusals(rows, maker.summary)
     lines = maker.summary.lines()
     if maker.summary.kept:
         lines += [*blocks.lines(), *(line for overlap in overlaps for line in overlap.lines())]
@@ -70,20 +73,22 @@ def inspect(args: argparse.Namespace) -> int:
     return 1 if refusals or (server is not None and server.differing) else 0
 
 
-def _outcomes(maker: DocumentMaker, sources: list[Source], *, progress: bool) -> Iterator[RowOutcome]:
+def _outcomes(maker: DocumentMaker, sources: Sequence[Source], *, progress: bool) -> Iterator[RowOutcome]:
     for source in sources:
         yield from maker.outcomes(source, progress=progress)
 
 
-def _refusals(maker: DocumentMaker, check_used: Any, max_bad_rows: float) -> list[str]:
+def _refusals(rows: TrainingRows, summary: DataSummary) -> list[str]:
     """Why training would not begin with these rows."""
-    summary, found = maker.summary, []
     if not summary.kept:
-        found.append("no row can be used" if summary.read else f"{', '.join(summary.sources)} holds no rows")
-        return found
-    for check in (lambda: check_used(summary), lambda: summary.check_bad(max_bad_rows, None)):
+        return ["no row can be used" if summary.read else f"{', '.join(summary.sources)} holds no rows"]
+    found = []
+    for check in (
+        rows.processing.check_used,
+        partial(DataSummary.check_bad, max_bad_rows=rows.max_bad_rows, rejected=None),
+    ):
         try:
-            check()
+            check(summary)
         except ValueError as error:
             found.append(str(error))
     return found
@@ -159,7 +164,7 @@ def _evaluation_files(args: argparse.Namespace, tree: dict[str, Any]) -> list[st
     return list(dict.fromkeys([*tree["callbacks"].values(), *args.eval]))
 
 
-def _only_file(sources: list[Source]) -> str:
+def _only_file(sources: Sequence[Source]) -> str:
     """The name of the one file that the data are; ids of a server are matched with it line by line."""
     files = [str(file) for source in sources for file in source.files()]
     if len(files) != 1:

@@ -16,21 +16,22 @@ from dflash_lightning.block import BlockConstructor
 from dflash_lightning.data.conversation import ChatRenderer, UnusableRow
 from dflash_lightning.data.datamodule import DraftData
 from dflash_lightning.data.overlap import OverlapCounter
-from dflash_lightning.data.process import Processing
+from dflash_lightning.data.process import Processing, TrainingRows
 from dflash_lightning.data.rows import Message
-from dflash_lightning.data.sources import Source, make_sources
+from dflash_lightning.data.sources import make_sources
 from dflash_lightning.data.store import MaskedIds
 from dflash_lightning.types import Alignment
 
 NGRAM = 13  # words; see ``data.overlap``
 
 
-def training_rows(settings: Mapping[str, Any]) -> tuple[list[Source], Processing, float]:
-    """What ``DraftData(target, **settings)`` reads, what it makes of it, and the share of bad rows it bears."""
+def training_rows(settings: Mapping[str, Any]) -> TrainingRows:
+    """The rows of ``DraftData(target, **settings)``, without its side file and cache."""
     values = {name: parameter.default for name, parameter in signature(DraftData).parameters.items()} | dict(settings)
     values["chat_template_kwargs"] = dict(values["chat_template_kwargs"] or {})
     processing = Processing(**{field.name: values[field.name] for field in fields(Processing)})
-    return make_sources(values["train"], limit=values["limit"]), processing, values["max_bad_rows"]
+    sources = make_sources(values["train"], limit=values["limit"])
+    return TrainingRows(sources, processing, values["max_bad_rows"], rejected=None, cache=None)
 
 
 def supervised_spans(mask: Bool[np.ndarray, " S"]) -> list[tuple[int, int]]:

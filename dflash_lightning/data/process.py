@@ -148,17 +148,21 @@ class TrainingRows:
         if self.rejected is not None and is_main:
             lines = "".join(json.dumps(entry) + "\n" for entry in processed.rejected)
             write_atomic(Path(self.rejected), lines)
+        self.add_provenance(processed.summary, target.facts.digest)
+        processed.summary.check_bad(self.max_bad_rows, self.rejected)
+        return processed, [*processed.summary.lines(rejected=self.rejected), *where]
+
+    def add_provenance(self, summary: DataSummary, target_digest: str | None) -> None:
+        """Write into the account what the files' sidecars say, and what of it does not fit this target and rendering.
+
+        ``target_digest`` is null where the weights are not at hand: then nobody knows whose answers these are.
+        """
         files: list[Path | None] = []
         for source in self.sources:
             files += [None] if source.is_hub else source.files()
-        made = joint_provenance(
-            files,
-            target_digest=target.facts.digest,
-            chat_template_kwargs=self.processing.chat_template_kwargs,
-        )
-        processed.summary.labels, processed.summary.unfitting = made.labels, made.warnings
-        processed.summary.check_bad(self.max_bad_rows, self.rejected)
-        return processed, [*processed.summary.lines(rejected=self.rejected), *where]
+        kwargs = self.processing.chat_template_kwargs
+        made = joint_provenance(files, target_digest=target_digest, chat_template_kwargs=kwargs)
+        summary.labels, summary.unfitting = made.labels, made.warnings
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase | None) -> str | None:

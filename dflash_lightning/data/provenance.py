@@ -56,11 +56,11 @@ class JointProvenance:
 
 
 def joint_provenance(
-    files: Iterable[Path | None], *, target_digest: str, chat_template_kwargs: Mapping[str, Any]
+    files: Iterable[Path | None], *, target_digest: str | None, chat_template_kwargs: Mapping[str, Any]
 ) -> JointProvenance:
     """Labels are greedy if those of any file are (what needs samples must not see it), else unknown if any are.
 
-    A null stands for a source that is no file, of which nothing is known.
+    A null file stands for a source that is none, of which nothing is known. With a null digest no target is compared.
 
     Warned of: answers of another target, and prompts rendered with other settings than evaluation will render them.
     """
@@ -69,7 +69,7 @@ def joint_provenance(
     for file in files:
         made = None if file is None else read_provenance(file)
         labels.add("unknown" if made is None else made.labels)
-        if made is not None and made.target_digest != target_digest:
+        if made is not None and target_digest is not None and made.target_digest != target_digest:
             warnings.append(
                 f"the answers in {file} are another target's, so the drafter learns what its own never says."
             )
