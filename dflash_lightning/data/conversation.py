@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -17,7 +18,6 @@ from transformers import PreTrainedTokenizerBase
 
 from dflash_lightning.data.rendering import ChatTemplate, Turn, UnusableRow, check_template
 from dflash_lightning.data.rows import Message
-from dflash_lightning.target.mask_token import special_ids
 
 __all__ = ["SUPERVISE", "ChatRenderer", "Encoded", "Rendered", "Supervise", "Turn", "UnusableRow", "check_template"]
 
@@ -65,14 +65,15 @@ class ChatRenderer:
     ) -> None:
         if supervise not in SUPERVISE:
             raise ValueError(f"data.supervise: {supervise!r} is unknown. Use one of {list(SUPERVISE)}.")
-        self.tokenizer = check_template(tokenizer, chat_template_kwargs)
+        self.template = ChatTemplate(tokenizer, chat_template_kwargs, stop_ids)
+        self.tokenizer = self.template.tokenizer
         self.supervise = supervise
-        self.stop_ids = special_ids(self.tokenizer) | set(stop_ids)
-        # Text is split at added tokens, special or not, before anything else is done to it.
-        self.split_ids = set(self.tokenizer.added_tokens_decoder)
-        stops = [str(token) for token in self.tokenizer.convert_ids_to_tokens(sorted(self.stop_ids)) if token]
-        self.template = ChatTemplate(self.tokenizer, chat_template_kwargs, stops)
         self._tails: list[tuple[str, list[int]]] = []
+
+    @cached_property
+    def _split_ids(self) -> set[int]:
+        """Added tokens, special or not: text is split at them before anything else is done to it."""
+        return set(self.tokenizer.added_tokens_decoder)
 
     @property
     def kwargs(self) -> dict[str, Any]:
@@ -147,19 +148,19 @@ class ChatRenderer:
             first, at = begin - len(expected), position - len(tail)
             if first >= 0 and ids[first:begin] == expected and text.startswith(tail, at):
                 return begin if _place(encoding, first) == at else None
-        first = next((j for j in range(begin - 1, -1, -1) if ids[j] in self.split_ids), 0)
+        first = next((j for j in range(begin - 1, -1, -1) if ids[j] in self._split_ids), 0)
         tail = text[_place(encoding, first) if first else 0 : position]
         expected = self._ids(tail)
         if ids[first:begin] != expected:
             return None
-        if expected and expected[0] in self.split_ids and len(self._tails) < _KNOWN_TAILS:
+        if expected and expected[0] in self._split_ids and len(self._tails) < _KNOWN_TAILS:
             self._tails.append((tail, expected))
         return begin
 
     def _end(self, text: str, position: int, ids: list[int], encoding: Encoding) -> int | None:
         """Index after the last token of ``text[:position]``; a token that runs across belongs to it."""
         last = encoding.char_to_token(position - 1)
-        if last is not None and ids[last] in self.stop_ids:
+        if last is not None and ids[last] in self.template.stop_ids:
             return last + 1
         if position == len(text):
             return len(ids)

@@ -14,15 +14,17 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, TypeVar
 
-from jinja2 import Environment, TemplateSyntaxError, meta
+from jinja2 import Environment, TemplateSyntaxError, meta, nodes
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from dflash_lightning.data.rows import Message
+from dflash_lightning.target.mask_token import special_ids
 
 # Names under which messages carry reasoning; transformers passes each to the template under the name that it reads.
 REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -30,7 +32,9 @@ _THINK_TAG = re.compile(r"</?think>")
 _GENERATION_TAG = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")  # transformers' own; says nothing here
 # What templates raise on messages they do not foresee: a field that is missing, null or of another kind.
 _TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
+_FUNCTIONS = {"raise_exception", "strftime_now"}  # given to templates by transformers
 _PROBE = "_probe_"
+T = TypeVar("T")
 
 NO_TURN = "no assistant turn"
 NO_PROMPT = "no assistant turn with a message before it"
@@ -75,18 +79,18 @@ class ChatTemplate:
     Args:
         tokenizer: must carry a chat template.
         kwargs: passed to the template, e.g. ``{"enable_thinking": False}``.
-        stops: texts of the tokens at which the target may stop.
+        stop_ids: ids at which the target stops, besides the tokenizer's special tokens.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase | None, kwargs: Mapping[str, Any] | None, stops: Sequence[str]
+        self,
+        tokenizer: PreTrainedTokenizerBase | None,
+        kwargs: Mapping[str, Any] | None = None,
+        stop_ids: Collection[int] = (),
     ) -> None:
         self.tokenizer = check_template(tokenizer, kwargs)
         self.kwargs = dict(kwargs or {})
-        stop = "|".join(re.escape(text) for text in sorted(stops, key=len, reverse=True)) or r"(?!)"
-        self._stop = re.compile(stop)
-        self._closing_run = re.compile(rf"(?:\s|{stop})+\Z")
-        self._closing = self._find_closing()
+        self._stop_ids = set(stop_ids)
 
     def render(
         self, conversations: Sequence[Sequence[Message]], tools: list[Any] | None, *, generation_prompt: bool
@@ -124,9 +128,9 @@ class ChatTemplate:
             raise UnusableRow(NO_PROMPT)
         return self._first_accepted(messages, lambda spelled: self._turns(spelled, tools, places))
 
-    def _first_accepted(self, messages: Sequence[Message], use: Any) -> Any:
+    def _first_accepted(self, messages: Sequence[Message], use: Callable[[Sequence[Message]], T]) -> T:
         """What ``use`` makes of the messages, in the first spelling of their tool calls that the template can show."""
-        spellings = [messages]
+        spellings: list[Sequence[Message]] = [messages]
         if any(message.get("tool_calls") for message in messages):
             spellings.insert(0, with_parsed_arguments(messages))
         reasons = []
@@ -152,7 +156,22 @@ class ChatTemplate:
 
     # -- where a turn ends --------------------------------------------------------------------------------------------
 
-    def _find_closing(self) -> tuple[str, int] | None:
+    @cached_property
+    def stop_ids(self) -> set[int]:
+        """Every id at which the target may stop; found when needed, because prompts alone need none."""
+        return special_ids(self.tokenizer) | self._stop_ids
+
+    @cached_property
+    def _stop(self) -> re.Pattern[str]:
+        texts = [str(token) for token in self.tokenizer.convert_ids_to_tokens(sorted(self.stop_ids)) if token]
+        return re.compile("|".join(re.escape(text) for text in sorted(texts, key=len, reverse=True)) or r"(?!)")
+
+    @cached_property
+    def _closing_run(self) -> re.Pattern[str]:
+        return re.compile(rf"(?:\s|{self._stop.pattern})+\Z")
+
+    @cached_property
+    def _closing(self) -> tuple[str, int] | None:
         """What the template writes after a response, and how much of it the target writes; null if it shows none.
 
         The target's part reaches up to the first stop token: Gemma's and ChatML's newline after it is text that nobody
@@ -279,14 +298,31 @@ def template_variables(tokenizer: PreTrainedTokenizerBase) -> set[str]:
         ValueError: it is no valid template.
     """
     template: Any = tokenizer.chat_template
-    environment = Environment(extensions=["jinja2.ext.loopcontrols"])
     found: set[str] = set()
     for text in template.values() if isinstance(template, dict) else [template]:
         try:
-            found |= meta.find_undeclared_variables(environment.parse(_GENERATION_TAG.sub("", text)))
+            tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_GENERATION_TAG.sub("", text))
         except TemplateSyntaxError as error:
             raise ValueError(
                 f"data: the chat template of {tokenizer.name_or_path!r} is not valid ({error.message}, line "
                 f"{error.lineno}). Correct tokenizer.chat_template."
             ) from None
+        found |= meta.find_undeclared_variables(tree) - _own_names(tree) - _FUNCTIONS
     return found
+
+
+def _own_names(tree: nodes.Template) -> set[str]:
+    """Names that the template gives values itself, whatever they held: set in one branch, they look taken in another.
+
+    A name that is set from itself (``x | default(1)``) or where ``x is defined`` was asked is a setting with a default.
+    """
+    own: set[str] = set()
+    for assignment in tree.find_all(nodes.Assign):
+        target, value = ({n.name for n in _with_children(part)} for part in (assignment.target, assignment.node))
+        own |= target - value
+    asked = [test.node for test in tree.find_all(nodes.Test) if test.name in ("defined", "undefined")]
+    return own - {node.name for node in asked if isinstance(node, nodes.Name)}
+
+
+def _with_children(node: nodes.Node) -> list[nodes.Name]:
+    return [*([node] if isinstance(node, nodes.Name) else []), *node.find_all(nodes.Name)]
