@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from pathlib import Path
 
 from dflash_lightning.commands.drafts import find_draft, open_target, open_target_of
 from dflash_lightning.commands.evaluate import settings_of
 from dflash_lightning.data.regenerate import RegenerateReport
 from dflash_lightning.data.regenerate import regenerate as regenerate_file
-from dflash_lightning.data.row_log import partial_path
 
 
 def regenerate(args: argparse.Namespace) -> int:
@@ -21,26 +18,21 @@ def regenerate(args: argparse.Namespace) -> int:
         target = open_target(args.target, device=args.device, dtype=args.dtype)
     else:
         target = open_target_of(draft, args.target, device=args.device, dtype=args.dtype)
-    try:
-        report = regenerate_file(
-            args.prompts,
-            target,
-            args.out,
-            batch_size=settings.batch_size,
-            max_new_tokens=settings.max_new_tokens,
-            temperature=settings.temperature,
-            top_p=settings.top_p,
-            top_k=settings.top_k,
-            seed=settings.seed,
-            limit=args.limit,
-            chat_template_kwargs=args.chat_template_kwargs,
-            draft=None if draft is None else draft.model,
-            compile=settings.compile,
-        )
-    except KeyboardInterrupt:
-        if partial_path(Path(args.out)).exists():
-            print("regenerate: the answers so far are kept; the same command goes on from there", file=sys.stderr)
-        raise
+    report = regenerate_file(
+        args.prompts,
+        target,
+        args.out,
+        batch_size=settings.batch_size,
+        max_new_tokens=settings.max_new_tokens,
+        temperature=settings.temperature,
+        top_p=settings.top_p,
+        top_k=settings.top_k,
+        seed=settings.seed,
+        limit=args.limit,
+        chat_template_kwargs=args.chat_template_kwargs,
+        draft=None if draft is None else draft.model,
+        compile=settings.compile,
+    )
     print(*_lines(report), sep="\n")
     return 0
 

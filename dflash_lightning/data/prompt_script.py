@@ -70,6 +70,8 @@ def _script(row: int, record: Record) -> Script:
     if any(message["role"] == "tool" or message.get("tool_calls") for message in parsed.messages):
         raise ValueError(f"{where}: what a tool said depends on the old answers, so tool turns cannot be made anew")
     messages = tuple(message for message in parsed.messages if message["role"] != "assistant")
-    if not messages or messages[-1]["role"] != "user":
+    if not any(message["role"] == "user" for message in messages):
+        raise ValueError(f"{where}: no user message, so there is nothing to answer")
+    if messages[-1]["role"] != "user":
         raise ValueError(f"{where}: the last message that is not an answer must be the user's")
     return Script(row, record.line, messages, parsed.tools)

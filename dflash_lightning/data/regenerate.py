@@ -131,9 +131,15 @@ def regenerate(
             meter = _Meter(bar)
             answering = Answering(target, draft, renderer, sampling, batch_size, max_new_tokens, compile)
             answering.failures, answering.say, answering.on_tokens = failures, meter.say, meter.tokens
-            for conversation in answering([script for script in scripts if script.row not in log]):
-                log.add(conversation.script.row, conversation.rows())
-                bar.update()
+            try:
+                for conversation in answering([script for script in scripts if script.row not in log]):
+                    log.add(conversation.script.row, conversation.rows())
+                    bar.update()
+            except KeyboardInterrupt:
+                meter.say(
+                    f"{len(log)} of {len(scripts)} prompts are answered and kept; the same command goes on from there"
+                )
+                raise
         counts = _write(log, scripts, failures)
         trial = None if answering.trial is None else {"used": answering.trial.use_draft, **asdict(answering.trial)}
         outcome = {"complete": True, "counts": asdict(counts), "draft": trial}
