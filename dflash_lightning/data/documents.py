@@ -15,7 +15,7 @@ from dflash_lightning.data.rows import ChatRow, Message, PromptRow, Row, TextRow
 from dflash_lightning.data.sources import Draw, Source
 from dflash_lightning.data.store import DocumentStore, MaskedIds
 from dflash_lightning.data.summary import DataSummary
-from dflash_lightning.data.truncation import TRUNCATE, Truncate, last_of_text, without_oldest
+from dflash_lightning.data.truncation import Truncate, last_of_text, without_oldest
 
 __all__ = ["DataSummary", "DocumentMaker", "DocumentStore", "MaskedIds", "RowOutcome"]
 
@@ -85,8 +85,6 @@ class DocumentMaker:
         truncate: Truncate = "right",
         seed: int = 0,
     ) -> None:
-        if truncate not in TRUNCATE:
-            raise ValueError(f"data.truncate: {truncate!r} is unknown. Use one of {list(TRUNCATE)}.")
         self._make_renderer = make_renderer
         self._renderer: ChatRenderer | None = None
         self.tokenizer = tokenizer

@@ -86,7 +86,7 @@ def test_tokens_are_used_verbatim_whatever_else_the_record_holds() -> None:
     record = {"messages": MESSAGES, "input_ids": [1, 2], "loss_mask": [0, 1], "row": 3}
     assert parse_record(record, "a:1") == TokenRow("a:1", [1, 2], [0, 1])
     assert isinstance(parse_record(record, "a:1", "messages"), ChatRow)
-    with pytest.raises(ValueError, match="'loss_mask' is missing.*need both"):
+    with pytest.raises(ValueError, match=r"'loss_mask' is missing.*need both"):
         parse_record({"messages": MESSAGES, "input_ids": [1, 2]}, "a:1")
 
 

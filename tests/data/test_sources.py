@@ -71,7 +71,7 @@ def test_impossible_source_is_refused_by_its_key(train: Any, message: str) -> No
 
 def test_settings_that_do_not_apply_to_what_is_there_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", "x")
-    with pytest.raises(ValueError, match="split does not apply to .*Remove it"):
+    with pytest.raises(ValueError, match=r"split does not apply to .*Remove it"):
         Source(path, split="train").check()
     with pytest.raises(ValueError, match="is a file, so its format cannot be 'dataset'"):
         Source(path, format="dataset").check()
