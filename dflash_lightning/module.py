@@ -21,6 +21,7 @@ from torch import Tensor
 
 from dflash_lightning.block import BlockConstructor
 from dflash_lightning.conditioning import Conditioning
+from dflash_lightning.draft_config import DraftConfig
 from dflash_lightning.drafter import Drafter
 from dflash_lightning.head import DraftHead
 from dflash_lightning.loss import LossTerm
@@ -114,6 +115,7 @@ class DraftModule(LightningModule):
         self._lm: LanguageHead = self.model.head_of(self.target.lm)
         data = self.trainer.datamodule if self._trainer is not None else None  # type: ignore[attr-defined]
         if data is not None:
+            self.model.config.chat_template_kwargs = dict(data.chat_template_kwargs)
             data.bind(self.block, self.model.alignment, self.required(), self._vocabulary_mask())
 
     def _used_ids(self) -> set[int]:
@@ -265,7 +267,10 @@ class DraftModule(LightningModule):
         checkpoint["optim"] = {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self.optim).items()}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        theirs, ours = checkpoint["draft_config"], self.draft_model.config.to_dict()
+        # By way of the class, which fills in what a checkpoint of an older version does not state.
+        theirs, ours = (
+            c.to_dict() for c in (DraftConfig.from_dict(checkpoint["draft_config"]), self.draft_model.config)
+        )
         differing = sorted(k for k in {*theirs, *ours} if theirs.get(k) != ours.get(k) and k not in _VOLATILE)
         if differing:
             lines = "; ".join(f"{k}: checkpoint {theirs.get(k)!r}, now {ours.get(k)!r}" for k in differing)
