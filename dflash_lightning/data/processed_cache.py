@@ -55,7 +55,7 @@ class ProcessedCache:
 
     def entry(self, key: dict[str, Any]) -> Path:
         """The folder of what ``key`` describes, whether it is there or not."""
-        return self.folder / hashlib.sha256(_canonical(key).encode()).hexdigest()[:32]
+        return self.folder / _digest(key)[:32]
 
     def get(self, key: dict[str, Any], make: Callable[[], Processed]) -> tuple[Processed, bool]:
         """What ``make`` gives, and whether it came from the cache: there, whole, and of this very key.
@@ -84,7 +84,9 @@ class ProcessedCache:
                 _save(entry, key, made)
             except OSError as error:
                 raise self._unwritable(error) from error
-        return made, False
+            saved = _load(entry, key)
+        assert saved is not None, f"{entry} was written and cannot be read"
+        return saved, False  # mapped from the files, so that what was made can be forgotten
 
     def _unwritable(self, error: OSError) -> ValueError:
         return ValueError(
@@ -126,7 +128,7 @@ def _save(entry: Path, key: dict[str, Any], made: Processed) -> None:
                 os.fsync(file.fileno())
         digests = {path.name: file_digest(path) for path in sorted(scratch.iterdir())}
         tree = {"key": key, "files": digests, "summary": made.summary.to_dict(), "rejected": made.rejected}
-        (scratch / _ENTRY).write_text(json.dumps(tree), encoding="utf-8")
+        (scratch / _ENTRY).write_text(json.dumps({**tree, "check": _digest(tree)}), encoding="utf-8")
         shutil.rmtree(entry, ignore_errors=True)  # damaged, or _load would have taken it
         try:
             scratch.replace(entry)
@@ -141,16 +143,16 @@ def _load(entry: Path, key: dict[str, Any]) -> Processed | None:
     """What an entry holds; null where there is none, or one that is not whole or not of this key."""
     try:
         tree = json.loads((entry / _ENTRY).read_text(encoding="utf-8"))
-        if _canonical(tree["key"]) != _canonical(key):
+        if tree.pop("check") != _digest(tree) or _digest(tree["key"]) != _digest(key):
             return None
         if any(file_digest(entry / name) != digest for name, digest in tree["files"].items()):
             return None
         # Copy on write: torch warns of arrays that it could not write to, and nobody writes to these.
         arrays = {name: np.load(entry / f"{name}.npy", mmap_mode="c", allow_pickle=False) for name in _ARRAYS}
         return Processed(DocumentStore(**arrays), DataSummary.from_dict(tree["summary"]), tree["rejected"])
-    except (OSError, ValueError, KeyError, TypeError):  # missing, half, or written by another version
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # missing, half, or written by another version
         return None
 
 
-def _canonical(tree: Any) -> str:
-    return json.dumps(tree, sort_keys=True)
+def _digest(tree: Any) -> str:
+    return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
