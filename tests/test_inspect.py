@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from dflash_lightning.block import Anchored
 from dflash_lightning.cli import main, make_parser
+from dflash_lightning.commands.inspect import is_recipe
 from dflash_lightning.commands.inspect_text import TokenTable, visible
 from dflash_lightning.data import ChatRenderer, DraftData
 from dflash_lightning.data.inspection import BlockAccount, PromptOverlap, supervised_spans, training_rows
@@ -324,6 +325,19 @@ def test_a_recipe_brings_its_data_settings_target_and_evaluation_prompts(run: Ru
     _, expected, _ = run("good.jsonl", "--max-length", "38", "--supervise", "last_turn", "--json")
     assert status == 0 and output == expected and "supervise=last_turn" in errors
     assert "evaluation prompts prompts.jsonl: 0 of 1 are training prompts" in errors
+
+
+def test_a_recipe_may_be_a_file_of_ones_own_or_a_run_folder(
+    run: Run, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["show", "smoke", "target.source=target", "data.train=good.jsonl", "data.max_length=38"]) == 0
+    (here / "mine.yaml").write_text(capsys.readouterr().out)
+    assert run("mine.yaml", "--json", target=None)[1] == run("good.jsonl", "--max-length", "38", "--json")[1]
+    (here / "run").mkdir()
+    (here / "run" / "recipe.yaml").touch()
+    (here / "quickstart").touch()
+    kinds = {"mine.yaml": True, "run": True, "smoke": True, "target": False, "good.jsonl": False, "quickstart": False}
+    assert {name: is_recipe(name) for name in kinds} == kinds  # a file that has a recipe's name is the file
 
 
 def test_what_a_recipe_leaves_open_elsewhere_does_not_matter_but_faults_in_its_data_do(run: Run) -> None:

@@ -41,7 +41,7 @@ def inspect(args: argparse.Namespace) -> int:
     """
     tree = _settings(args)
     text = _open_text(tree["target"])
-    if not _is_recipe(args.data) and not _sets_length(args):
+    if not is_recipe(args.data) and not _sets_length(args):
         tree["data"]["max_length"] = min(tree["data"]["max_length"], text.max_positions)
     rows = training_rows(tree["data"])
     rows.processing.check_target(text)
@@ -97,7 +97,7 @@ def _refusals(rows: TrainingRows, summary: DataSummary) -> list[str]:
 # -- settings ---------------------------------------------------------------------------------------------------------
 
 
-def _is_recipe(data: str) -> bool:
+def is_recipe(data: str) -> bool:
     """A run folder, a YAML file, or the name of a shipped recipe where there is no such file."""
     path = Path(data).expanduser()
     if path.exists():
@@ -111,7 +111,7 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         RecipeError: these parts have faults; what else is open in a recipe does not matter here.
     """
-    recipe = _is_recipe(args.data)
+    recipe = is_recipe(args.data)
     if not recipe and args.target is None:
         raise ValueError(f"--target: {args.data} is a data file, which belongs to no target. Give --target.")
     target = [] if args.target is None else [f"target={args.target}"]
