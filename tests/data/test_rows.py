@@ -186,6 +186,8 @@ def test_row_that_holds_no_prompt_is_refused_with_its_line(tmp_path: Path) -> No
     path = write(tmp_path / "p.jsonl", {"turns": ["a"]}, {"messages": MESSAGES[1:]})
     with pytest.raises(ValueError, match=r"p.jsonl:2: no user turn"):
         load_prompts(path)
+    with pytest.raises(ValueError, match=r"q.jsonl:1: a plain text is not a prompt. Prompts are 'turns'"):
+        load_prompts(write(tmp_path / "q.jsonl", {"text": "Once"}))
     with pytest.raises(ValueError, match=r"q.jsonl:1: a tokenised row is not a prompt"):
         load_prompts(write(tmp_path / "q.jsonl", {"input_ids": [1], "loss_mask": [1]}))
 
