@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tokenizers import Regex, pre_tokenizers
 from transformers import PreTrainedTokenizerBase
 
 from dflash_lightning.data import ChatRenderer, UnusableRow, render_prompt
@@ -200,3 +201,21 @@ def test_template_setting_that_the_template_never_reads_is_refused(kit: Any) -> 
 def test_unknown_supervision_is_refused(kit: Any) -> None:
     with pytest.raises(ValueError, match=r"Use one of .*all_turns"):
         ChatRenderer(kit.make_tokenizer("chatml"), supervise="everything")  # type: ignore[arg-type]
+
+
+def test_prompt_that_tokenises_otherwise_before_a_response_is_kept_as_it_is_served(kit: Any) -> None:
+    """This pre-tokenizer looks ahead: alone the prompt ends in one "::", and before an H in two colons."""
+    tokenizer = kit.make_tokenizer(
+        "{% for m in messages %}{{ m.role }}::{{ m.content }}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}assistant::{% endif %}",
+        merges=((":", ":"),),
+    )
+    colons = pre_tokenizers.Split(Regex(":+(?!H)"), "isolated")
+    bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([colons, bytes_])
+    messages = kit.chat("Hi", "Hello.")
+    prompt = render_prompt(tokenizer, messages[:1])
+    assert tokenizer(tokenizer.apply_chat_template(messages, tokenize=False))["input_ids"][: len(prompt)] != prompt
+    (row,) = kit.rows(ChatRenderer(tokenizer), messages)
+    assert row.input_ids[: len(prompt)] == prompt and row.loss_mask.index(True) == len(prompt)
+    assert kit.texts(ChatRenderer(tokenizer), messages) == [("user::Hi<|end|>assistant::", ["Hello.<|end|>"])]
