@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from dflash_lightning.data import ChatRenderer, UnusableRow, render_prompt
+from dflash_lightning.data import ChatRenderer, DraftData, UnusableRow, render_prompt
 from dflash_lightning.data.rendering import NO_PROMPT, NO_TOOLS, NOT_EXTENDED, NOT_SHOWN
+from dflash_lightning.target import FrozenTarget
 
 Stock = Callable[[str], PreTrainedTokenizerBase]
 TOOLS = [
@@ -85,6 +87,24 @@ def test_empty_think_block_that_the_generation_prompt_opened_is_noticed(kit: Any
     messages[3]["reasoning_content"] = "part"
     assert [turn.has_empty_reasoning for turn in renderer.turns(messages)] == [True, False]
     assert renderer.turns(messages)[1].supervised == "part\n</think>\n\nCiao<|im_end|>"
+
+
+def test_responses_without_reasoning_are_warned_of_and_refused_where_data_are_strict(
+    kit: Any, make_tiny_model: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = kit.make_tokenizer("qwen3")
+    target = FrozenTarget(make_tiny_model("llama", vocab_size=len(tokenizer)), tokenizer, name="tiny")
+    chats = [kit.chat("Hi", "Hello."), kit.chat("Bye", "Ciao."), kit.chat("2+2?", "<think>\nadd\n</think>\n\n4")]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in chats))
+    DraftData(target, train=str(file), max_length=128).setup()
+    assert "2 responses without reasoning, while the template's thinking is on" in capsys.readouterr().out
+    with pytest.raises(ValueError, match=r"2 responses without reasoning.*enable_thinking=false.*data.strict=true"):
+        DraftData(target, train=str(file), max_length=128, strict=True).setup()
+    file.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in chats[:2]))
+    off = DraftData(target, train=str(file), max_length=128, chat_template_kwargs={"enable_thinking": False})
+    off.setup()
+    assert off.summary.kept == 2 and not any("without reasoning" in text for text in off.summary.warnings())
 
 
 def test_qwen3_reasoning_is_refused_while_thinking_is_off(kit: Any, stock: Stock) -> None:
@@ -281,4 +301,4 @@ def test_invalid_template_is_named_with_its_line(kit: Any) -> None:
 def test_arguments_that_are_no_json_object_stay_as_they_are(kit: Any, stock: Stock) -> None:
     renderer = ChatRenderer(stock("qwen3"), chat_template_kwargs={"enable_thinking": False})
     (turn,) = renderer.turns([{"role": "user", "content": "Temp?"}, called("Rome")])
-    assert json.loads('{"a": 1}') == {"a": 1} and '"arguments": Rome}' in turn.supervised
+    assert '"arguments": Rome}' in turn.supervised
