@@ -91,7 +91,7 @@ def fit(target: FrozenTarget, file: Path, loss: Mapping[str, Any]) -> None:
 
 def test_a_loss_that_needs_samples_refuses_greedy_answers(target: FrozenTarget, answers: dict[str, Path]) -> None:
     fit(target, answers["greedy"], {"plain": CrossEntropy()})
-    with pytest.raises(ValueError, match=r"loss\.second: needs responses drawn .*regenerate --temperature 1"):
+    with pytest.raises(ValueError, match=r"loss\.second: needs responses drawn .*Regenerate them at temperature 1"):
         fit(target, answers["greedy"], {"plain": CrossEntropy(), "second": FromSamples()})
 
 
