@@ -158,24 +158,32 @@ class ChatTemplate:
 
     @cached_property
     def stop_ids(self) -> set[int]:
-        """Every id at which the target may stop; found when needed, because prompts alone need none."""
+        """Every id at which the target may stop, special tokens included; found when needed: prompts need none."""
         return special_ids(self.tokenizer) | self._stop_ids
 
     @cached_property
+    def _special(self) -> re.Pattern[str]:
+        return self._any_of(self.stop_ids)
+
+    @cached_property
     def _stop(self) -> re.Pattern[str]:
-        texts = [str(token) for token in self.tokenizer.convert_ids_to_tokens(sorted(self.stop_ids)) if token]
-        return re.compile("|".join(re.escape(text) for text in sorted(texts, key=len, reverse=True)) or r"(?!)")
+        return self._any_of(self._stop_ids)
 
     @cached_property
     def _closing_run(self) -> re.Pattern[str]:
-        return re.compile(rf"(?:\s|{self._stop.pattern})+\Z")
+        return re.compile(rf"(?:\s|{self._special.pattern})+\Z")
+
+    def _any_of(self, ids: set[int]) -> re.Pattern[str]:
+        texts = [str(token) for token in self.tokenizer.convert_ids_to_tokens(sorted(ids)) if token]
+        return re.compile("|".join(re.escape(text) for text in sorted(texts, key=len, reverse=True)) or r"(?!)")
 
     @cached_property
     def _closing(self) -> tuple[str, int] | None:
         """What the template writes after a response, and how much of it the target writes; null if it shows none.
 
-        The target's part reaches up to the first stop token: Gemma's and ChatML's newline after it is text that nobody
-        generates. A template without such a token has an empty part.
+        The target's part reaches up to the first token at which it stops, or where none of those is there, up to the
+        first special token: ChatML's and Gemma's newline after it is text that nobody generates. A template without
+        such a token has an empty part.
         """
         probe = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _PROBE}]
         try:
@@ -183,7 +191,7 @@ class ChatTemplate:
         except UnusableRow:
             return None
         _, found, closing = text.rpartition(_PROBE)
-        stop = self._stop.search(closing)
+        stop = self._stop.search(closing) or self._special.search(closing)
         return (closing, stop.end() if stop else 0) if found else None
 
     def _end(self, full: str, start: int, shown: int) -> int:
@@ -192,11 +200,13 @@ class ChatTemplate:
         if length and full.endswith(closing) and shown <= len(full) - len(closing):
             return len(full) - len(closing) + length
         # A turn that closes in another way than plain responses do, such as a tool call: the stop token in the run of
-        # stop tokens and white space at its end.
+        # special tokens and white space at its end.
         run = self._closing_run.search(full, shown)
-        stops = [stop.end() for stop in self._stop.finditer(full, run.start())] if run else []
-        if stops:
-            return stops[0] if shown > start else stops[-1]  # stop tokens of a header may precede an empty response
+        if run and (stop := self._stop.search(full, run.start())):
+            return stop.end()
+        specials = [special.end() for special in self._special.finditer(full, run.start())] if run else []
+        if specials:
+            return specials[0] if shown > start else specials[-1]  # those of a header may precede an empty response
         return max(start, len(full.removesuffix(closing).rstrip()))
 
 

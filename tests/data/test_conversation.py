@@ -79,6 +79,20 @@ def test_end_of_turn_that_is_not_the_eos_is_supervised_and_the_newline_after_it_
     assert spans == ["Hello.<end_of_turn>", "Ciao<end_of_turn>"]
 
 
+def test_turn_ends_where_the_target_stops_and_not_at_an_earlier_special_token(kit: Any) -> None:
+    """A response in brackets of its own: without its stop ids, the first special token would be taken for the end."""
+    tokenizer = kit.make_tokenizer(
+        "{% for m in messages %}<|im_start|>{{ m.role }}<|message|>{{ m.content }}<|end|><|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant<|message|>{% endif %}"
+    )
+    stops = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<eos>"])
+    messages = kit.chat("Hi", "Hello.", "Bye", "")
+    ((_, spans),) = kit.texts(ChatRenderer(tokenizer, stop_ids=stops), messages)
+    assert spans == ["Hello.<|end|><|im_end|>", "<|end|><|im_end|>"]
+    ((_, spans),) = kit.texts(ChatRenderer(tokenizer), messages)
+    assert spans == ["Hello.<|end|>", "<|end|>"]
+
+
 def test_header_that_the_target_writes_itself_is_supervised(kit: Any) -> None:
     rows = kit.texts(ChatRenderer(kit.make_tokenizer("harmony")), kit.chat("Hi", "Hello.", "Bye", "Ciao"))
     assert [spans for _, spans in rows] == [
