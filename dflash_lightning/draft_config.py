@@ -20,6 +20,7 @@ class DraftConfig(PretrainedConfig):
     ``None`` means by layer type, as z-lab's code does: sliding layers are causal inside a block, full layers see the
     whole block. ``draft_vocab_size`` ``None`` means the whole target vocabulary; otherwise the model holds the ids in a
     buffer. ``components`` names the conditioning, drafter and head: ``{"head": {"name": "marginal", "settings": {}}}``.
+    ``chat_template_kwargs`` are what prompts are rendered with, as training rows were.
     ``target`` identifies the model the drafter was made for: name, revision, digest, vocab_size.
     """
 
@@ -52,6 +53,7 @@ class DraftConfig(PretrainedConfig):
         draft_vocab_size: int | None = None,
         components: dict[str, dict[str, Any]] | None = None,
         target: dict[str, Any] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
         self.hidden_size = hidden_size
@@ -77,6 +79,7 @@ class DraftConfig(PretrainedConfig):
         self.draft_vocab_size = draft_vocab_size
         self.components = components if components is not None else {}
         self.target = target if target is not None else {}
+        self.chat_template_kwargs = chat_template_kwargs if chat_template_kwargs is not None else {}
         super().__init__(**kwargs)
 
     @property

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import platform
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -46,20 +48,35 @@ def _find_in_package(text: str, setting: str) -> Path:
     )
 
 
-def cache_folder(name: str) -> Path:
-    """Where what can be made again is kept: ``$XDG_CACHE_HOME/dflash_lightning/<name>``, by default in ``~/.cache``."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dflash_lightning" / name
+def file_digest(path: Path) -> str:
+    """sha256 of a file's content."""
+    with path.open("rb") as file:
+        digest = hashlib.sha256()
+        while piece := file.read(1 << 20):
+            digest.update(piece)
+    return digest.hexdigest()
 
 
-def write_atomic(path: Path, text: str) -> None:
-    """Write a whole file or nothing: readers see the old content or the new, also after a crash."""
+def write_atomic(path: Path, content: str | bytes) -> None:
+    """Write a whole file or nothing: readers see the old content or the new, also after a crash.
+
+    Until then it stands next to ``path`` under a name of this machine and process, so that several may write at once.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    draft = path.with_name(f".{path.name}.{platform.node()}-{os.getpid()}.tmp")
     try:
-        with draft.open("w", encoding="utf-8") as file:
-            file.write(text)
+        with draft.open("wb") as file:
+            file.write(content.encode("utf-8") if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)
+
+
+def cache_folder(kind: str) -> Path:
+    """Where this user's files of one kind are kept that can be made again.
+
+    ``$XDG_CACHE_HOME/dflash_lightning/<kind>``, by default under ``~/.cache``.
+    """
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dflash_lightning" / kind

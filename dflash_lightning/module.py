@@ -16,11 +16,13 @@ import torch
 from jaxtyping import Bool, Float
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 
 from dflash_lightning.block import BlockConstructor
 from dflash_lightning.conditioning import Conditioning
+from dflash_lightning.draft_config import DraftConfig
 from dflash_lightning.drafter import Drafter
 from dflash_lightning.head import DraftHead
 from dflash_lightning.loss import LossTerm
@@ -114,11 +116,27 @@ class DraftModule(LightningModule):
         self._lm: LanguageHead = self.model.head_of(self.target.lm)
         data = self.trainer.datamodule if self._trainer is not None else None  # type: ignore[attr-defined]
         if data is not None:
+            self.model.config.chat_template_kwargs = dict(data.chat_template_kwargs)
+            self._check_labels(data.summary.labels)
             data.bind(self.block, self.model.alignment, self.required(), self._vocabulary_mask())
 
     def _used_ids(self) -> set[int]:
         data = self.trainer.datamodule if self._trainer is not None else None  # type: ignore[attr-defined]
         return data.used_ids() if data is not None else set()
+
+    def _check_labels(self, labels: str) -> None:
+        """Refuse greedy responses where a loss term needs the target's own draws; warn where nobody knows."""
+        asking = [name for name, term in self.terms.items() if term.needs_samples]
+        if asking and labels == "greedy":
+            raise ValueError(
+                f"loss.{asking[0]}: needs responses drawn from the target, but data.train holds greedy ones (its "
+                ".meta.json says so). Regenerate them at temperature 1, or use another loss."
+            )
+        if asking and labels == "unknown":
+            rank_zero_warn(
+                f"loss.{asking[0]} needs responses drawn from the target; nothing says how those in data.train were "
+                "made."
+            )
 
     def _vocabulary_mask(self) -> Bool[Tensor, " V"] | None:
         if self.draft_model.config.draft_vocab_size is None:
@@ -271,7 +289,10 @@ class DraftModule(LightningModule):
         checkpoint["optim"] = {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self.optim).items()}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        theirs, ours = checkpoint["draft_config"], self.draft_model.config.to_dict()
+        # By way of the class, which fills in what a checkpoint of an older version does not state.
+        theirs, ours = (
+            c.to_dict() for c in (DraftConfig.from_dict(checkpoint["draft_config"]), self.draft_model.config)
+        )
         differing = sorted(k for k in {*theirs, *ours} if theirs.get(k) != ours.get(k) and k not in _VOLATILE)
         if differing:
             lines = "; ".join(f"{k}: checkpoint {theirs.get(k)!r}, now {ours.get(k)!r}" for k in differing)

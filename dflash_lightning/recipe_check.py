@@ -13,7 +13,8 @@ from lightning.pytorch import Callback, LightningDataModule, Trainer
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
-from dflash_lightning.data.rows import find_file
+from dflash_lightning.data.sources import Source, TrainFiles, make_sources
+from dflash_lightning.files import find_file
 from dflash_lightning.module import DraftModule
 from dflash_lightning.recipe_faults import Fault, hint_for, split_message
 from dflash_lightning.recipe_hints import advice, describe, fits, hints_of, is_settings_class
@@ -41,8 +42,8 @@ class _Unknown:
 
 
 UNKNOWN = _Unknown()
-# Keys that hold file names: they are looked up relative to the working folder before anything is loaded.
-_FILE_KEYS = ("data.train", "callbacks.*.prompts")
+# Keys that hold file names and sources: they are looked up from the working folder before anything is loaded.
+_FILE_KEYS, _SOURCE_KEYS = ("callbacks.*.prompts",), ("data.train",)
 
 
 def list_faults(cfg: DictConfig) -> list[Fault]:
@@ -245,25 +246,47 @@ def _check_suggested(target: Any) -> Iterator[Fault]:
 
 
 def data_files(cfg: DictConfig) -> dict[str, Path]:
-    """Files that a checked recipe reads, by the key that names them (``data.train``; ``data.train[1]`` in a list)."""
+    """Files that a checked recipe reads, by the key that names them (``data.train``; ``data.train[1]`` in a list).
+
+    A pattern or a saved data set is every file behind it; a data set of the hub, which its revision pins, is none.
+    """
     tree = OmegaConf.to_container(cfg, resolve=True)
-    return {where: find_file(name, setting=where) for where, name in _file_names(tree)}
+    files = {where: find_file(name, setting=where) for where, name in _select_all(tree, _FILE_KEYS) if name is not None}
+    for where, value in _select_all(tree, _SOURCE_KEYS):
+        for at, source in _sources(value, where):
+            found = source.parts(at)
+            files |= {at if len(found) == 1 else f"{at}: {file}": file for file in found}
+    return files
 
 
-def _file_names(tree: Any) -> Iterator[tuple[str, str]]:
-    for pattern in _FILE_KEYS:
-        for where, value in _select(tree, pattern.split("."), ""):
-            names = {f"{where}[{i}]": v for i, v in enumerate(value)} if isinstance(value, list) else {where: value}
-            yield from ((at, name) for at, name in names.items() if isinstance(name, str))
+def _sources(value: Any, where: str) -> Iterator[tuple[str, Source]]:
+    """Sources with the key that each is written under."""
+    many = isinstance(value, list)
+    for i, source in enumerate(make_sources(value, setting=where)):
+        yield f"{where}[{i}]" if many else where, source
 
 
 def _check_files(tree: dict[str, Any]) -> Iterator[Fault]:
-    for where, name in _file_names(tree):
-        yield from _check_found(partial(find_file, name, setting=where), where)
+    for where, name in _select_all(tree, _FILE_KEYS):
+        if isinstance(name, str):
+            yield from _check_found(partial(find_file, name, setting=where), where)
+    for where, value in _select_all(tree, _SOURCE_KEYS):
+        if fits(value, TrainFiles):  # reported where it does not
+            yield from _check_sources(value, where)
     target = tree.get("target")
     source = target.get("source") if isinstance(target, dict) else None
     if isinstance(source, str):
         yield from _check_found(lambda: locate_target(source), "target.source")
+
+
+def _check_sources(value: Any, where: str) -> Iterator[Fault]:
+    try:
+        sources = list(_sources(value, where))
+    except ValueError as error:
+        yield split_message(str(error), where)
+        return
+    for at, source in sources:
+        yield from _check_found(partial(source.check, at), at)
 
 
 def _check_found(look: Callable[[], Any], where: str) -> Iterator[Fault]:
@@ -271,6 +294,11 @@ def _check_found(look: Callable[[], Any], where: str) -> Iterator[Fault]:
         look()
     except ValueError as error:
         yield split_message(str(error), where)
+
+
+def _select_all(tree: Any, patterns: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+    for pattern in patterns:
+        yield from _select(tree, pattern.split("."), "")
 
 
 def _select(node: Any, parts: list[str], where: str) -> Iterator[tuple[str, Any]]:

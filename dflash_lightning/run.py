@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
@@ -19,13 +18,13 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from dflash_lightning import __version__
-from dflash_lightning.files import write_atomic
+from dflash_lightning.files import file_digest, write_atomic
 from dflash_lightning.recipe_check import data_files
 from dflash_lightning.recipe_load import RECIPE_FILE, recipe_text
 
 STATE_FILE = "run.json"
 _MINUTES = ("train_minutes", "evaluation_minutes")
-_BEING_WRITTEN = re.compile(rf"\.{re.escape(RECIPE_FILE)}\.\d+\.tmp")  # by another rank, at this moment
+_BEING_WRITTEN = re.compile(rf"\.{re.escape(RECIPE_FILE)}\..+\.tmp")  # by another rank, at this moment
 LIBRARIES = ("torch", "lightning", "transformers", "tokenizers", "safetensors", "hydra-core", "omegaconf")
 
 
@@ -164,15 +163,6 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
-
-
-def file_digest(path: Path) -> str:
-    """sha256 of a file's content."""
-    with path.open("rb") as file:
-        digest = hashlib.sha256()
-        while piece := file.read(1 << 20):
-            digest.update(piece)
-    return digest.hexdigest()
 
 
 def _digests(cfg: DictConfig) -> dict[str, str]:

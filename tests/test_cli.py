@@ -34,7 +34,7 @@ from dflash_lightning.module import DraftModule
 from dflash_lightning.target import reference
 
 ROOT = Path(__file__).parent.parent
-COMMANDS = ["fit", "evaluate", "report", "generate", "regenerate", "show", "recipes"]
+COMMANDS = ["fit", "evaluate", "report", "generate", "regenerate", "inspect", "show", "recipes"]
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import pytest
 from omegaconf import OmegaConf
 
-from dflash_lightning.recipe import RecipeError, build_recipe, check_recipe, load_recipe, recipe_text
+from dflash_lightning.recipe import RecipeError, build_recipe, check_recipe, data_files, load_recipe, recipe_text
 from dflash_lightning.recipe_hints import advice, conform, describe, fits
 from dflash_lightning.recipe_load import group_options, recipe_names, recipes_folder, summary_of
 
@@ -118,6 +118,21 @@ def test_a_run_folder_is_a_recipe(tmp_path: Path) -> None:
     assert load_recipe(str(tmp_path), ["optim.lr=1"]).seed == 5
 
 
+def test_every_file_behind_a_source_is_listed_by_its_key(tmp_path: Path, files: list[str]) -> None:
+    for name in ("a.jsonl", "b.jsonl", "c.jsonl"):
+        (tmp_path / name).write_text("{}\n")
+    train = f"data.train=[{{path:'{tmp_path}/[ab].jsonl',weight:0.5}},'{tmp_path}/c.jsonl']"
+    cfg = load_recipe("dflash", [*files, train])
+    check_recipe(cfg)
+    found = {where: path.name for where, path in data_files(cfg).items() if where.startswith("data.")}
+    assert found == {
+        f"data.train[0]: {tmp_path}/a.jsonl": "a.jsonl",
+        f"data.train[0]: {tmp_path}/b.jsonl": "b.jsonl",
+        "data.train[1]": "c.jsonl",
+    }
+    assert OmegaConf.create(recipe_text(cfg)).data.train[0].weight == 0.5
+
+
 @pytest.mark.parametrize("source", ["Qwen/Qwen3-1.7B", "/models/a b=c, [d]", "./x.gguf"])
 def test_target_takes_a_path_or_hub_id_in_place_of_an_option(source: str) -> None:
     cfg = load_recipe("dflash", [f"target={source}"])
@@ -212,6 +227,16 @@ def test_every_fault_is_reported_at_once(files: list[str]) -> None:
         ("data.train=nowhere.jsonl", r"data\.train: nowhere\.jsonl is not a file"),
         ("data.train=package://no_such_package/a.jsonl", r"data\.train: .*'no_such_package' is not installed"),
         ("data.train=[nowhere.jsonl]", r"data\.train\[0\]: nowhere\.jsonl is not a file"),
+        ("data.train=[{path:nowhere.jsonl,weight:2}]", r"data\.train\[0\]: nowhere\.jsonl is not a file"),
+        ("data.train={path:nowhere.jsonl}", r"data\.train: nowhere\.jsonl is not a file"),
+        (
+            "data.train=[{path:a,wieght:2}]",
+            r"data\.train\[0\]\.wieght: unknown key of a source\. Did you mean 'weight'",
+        ),
+        ("data.train=[{path:a,weight:0}]", r"data\.train\[0\]\.weight: 0 is not how often"),
+        ("data.train='no*.jsonl'", r"data\.train: no file matches no\*\.jsonl"),
+        ("data.train=3", r"data\.train: 3 \(int\) does not fit; allowed: text or mapping"),
+        ("data.truncate=middle", r"data\.truncate: 'middle' .* allowed: one of 'right', 'left', 'drop'"),
         ("callbacks.speculative_eval.prompts=gone.jsonl", r"callbacks\.speculative_eval\.prompts: gone\.jsonl is not"),
         ("target.source=/no/such/model", r"target.*there is no file or folder /no/such/model"),
         ("trainer.callbacks=[]", r"trainer\.callbacks: would be ignored.*name callbacks in the group callbacks"),

@@ -6,6 +6,7 @@ import argparse
 
 from dflash_lightning.commands.drafts import find_draft, open_target, open_target_of
 from dflash_lightning.commands.evaluate import settings_of
+from dflash_lightning.data.regenerate import RegenerateReport
 from dflash_lightning.data.regenerate import regenerate as regenerate_file
 
 
@@ -30,9 +31,28 @@ def regenerate(args: argparse.Namespace) -> int:
         limit=args.limit,
         chat_template_kwargs=args.chat_template_kwargs,
         draft=None if draft is None else draft.model,
+        compile=settings.compile,
     )
-    print(
-        f"{report.out}: {report.rows} of {report.prompts} prompts answered ({report.resumed} before this call), "
-        f"{report.failed} failed, {report.cut} cut at --max-new-tokens, {report.response_tokens} response tokens"
-    )
+    print(*_lines(report), sep="\n")
     return 0
+
+
+def _lines(report: RegenerateReport) -> list[str]:
+    counts = report.counts
+    before = f" ({report.resumed} before this call)" if report.resumed else ""
+    lines = [
+        f"{report.out}: {counts.rows} of {counts.prompts} prompts answered{before}, {counts.response_tokens} response "
+        f"tokens, {counts.cut} answers cut at --max-new-tokens"
+    ]
+    if counts.lines > counts.rows:
+        lines.append(f"  {counts.lines} rows: the template rewrites history, so that later turns are rows of their own")
+    if report.failures is not None:
+        lines.append(
+            f"  {counts.failed} prompts without answer, {counts.unfinished} with some turns unanswered: see "
+            f"{report.failures}"
+        )
+    if report.new_tokens:
+        lines.append(
+            f"  {report.new_tokens} tokens in {report.seconds:.1f} s, {report.new_tokens / report.seconds:.1f}/s"
+        )
+    return lines

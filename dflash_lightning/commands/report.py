@@ -16,10 +16,12 @@ from dflash_lightning.commands.evaluate import settings_of
 from dflash_lightning.commands.report_text import failures, table
 from dflash_lightning.data import load_prompts, render_prompt
 from dflash_lightning.data.overlap import ngram_overlap
-from dflash_lightning.data.rows import ChatRow, TokenRow, find_file, read_rows
+from dflash_lightning.data.rows import ChatRow, TextRow, TokenRow
+from dflash_lightning.data.sources import make_sources
 from dflash_lightning.decoding import DecodingSettings
 from dflash_lightning.decoding.benchmark import Timing, time_decoders
 from dflash_lightning.decoding.evaluation import Evaluator
+from dflash_lightning.files import find_file
 from dflash_lightning.run import RunFolder, file_digest, json_text, machine, versions
 from dflash_lightning.target import FrozenTarget
 from dflash_lightning.target.reference import reference_outputs
@@ -142,16 +144,16 @@ def _overlap(
     Null where there is nothing to compare.
     """
     data = draft.recipe.get("data", {})
-    paths = data.get("train") or []
+    if not data.get("train"):
+        return None
     reference: list[list[str]] = []
-    for path in [paths] if isinstance(paths, str) else paths:
-        try:
-            found = find_file(path, setting="data.train")
-        except ValueError as error:
-            print(f"no overlap with the training text is reported: {error}")
-            return None
-        for row in read_rows(found, limit=data.get("limit"), setting="data.train"):
-            reference += [text.split() for text in _texts(row, target.tokenizer)]
+    try:
+        for source in make_sources(data["train"], limit=data.get("limit")):
+            for row in source.good_rows():
+                reference += [text.split() for text in _texts(row, target.tokenizer)]
+    except ValueError as error:
+        print(f"no overlap with the training text is reported: {error}")
+        return None
     overlap = ngram_overlap([m["content"].split() for row in messages for m in row], reference, n=13)
     if not overlap.reference_ngrams or not overlap.ngrams:
         return None
@@ -164,7 +166,9 @@ def _overlap(
 
 def _texts(row: Any, tokenizer: Any) -> Iterator[str]:
     """The texts of a training row: its messages, or what its ids say between special tokens."""
-    if isinstance(row, ChatRow):
+    if isinstance(row, TextRow):
+        yield row.text
+    elif isinstance(row, ChatRow):
         yield from (message["content"] for message in row.messages)
     elif isinstance(row, TokenRow) and tokenizer is not None:
         special = set(tokenizer.all_special_ids)

@@ -12,12 +12,18 @@ from torch import Tensor
 
 from dflash_lightning.block.base import BlockConstructor
 from dflash_lightning.data.collate import BatchMaker
-from dflash_lightning.data.conversation import ChatRenderer, Supervise
-from dflash_lightning.data.documents import DataSummary, DocumentMaker, DocumentStore
+from dflash_lightning.data.conversation import Supervise
 from dflash_lightning.data.exact_resume import ExactResume
-from dflash_lightning.data.feature_cache import DTYPES, FeatureCache, cache_bytes, check_memory
+from dflash_lightning.data.feature_cache import DTYPES, FeatureCache, make_in_memory
+from dflash_lightning.data.feature_ranks import Ranks, make_on_disk
+from dflash_lightning.data.feature_shards import FeatureShards
 from dflash_lightning.data.loader import PlanSampler, StatefulLoader
 from dflash_lightning.data.packing import Planner, PlanSettings
+from dflash_lightning.data.process import Processing, TrainingRows
+from dflash_lightning.data.sources import make_sources
+from dflash_lightning.data.store import DocumentStore
+from dflash_lightning.data.summary import DataSummary
+from dflash_lightning.data.truncation import Truncate
 from dflash_lightning.target import FrozenTarget
 from dflash_lightning.types import Alignment, FeatureSpec, TrainBatch
 
@@ -29,8 +35,12 @@ class DraftData(LightningDataModule):
 
     Args:
         target: gives tokenizer, chat template and features.
-        train: file or files; see ``data.rows`` for what a record may hold. ``package://name/file`` is inside a package.
-        max_length: tokens of a document; longer ones lose their end.
+        train: a source or a list of them: a path, a pattern, ``package://name/file`` inside a package, a saved data
+            set, ``hf://owner/name`` on the hub, or a mapping that gives it a weight (see ``data.sources.Source``). What
+            a record may hold is in ``data.rows.parse_record``.
+        max_length: tokens of a document.
+        truncate: what longer documents lose: ``"right"`` their end, ``"left"`` the oldest exchanges of the conversation
+            (the system prompt stays, and what is left is rendered anew), ``"drop"`` leaves them out.
         packing: join documents into rows of ``row_tokens``; otherwise a row is one document, and micro-batches join
             documents of similar length.
         row_tokens: tokens of a packed row; null means ``max_length``.
@@ -42,19 +52,28 @@ class DraftData(LightningDataModule):
         supervise: ``"all_turns"`` or ``"last_turn"`` of a conversation.
         chat_template_kwargs: passed to the template, e.g. ``{"enable_thinking": False}``; tokenised rows need none.
             Use the same in evaluation.
-        cache_features: ``"ram"`` keeps the features of all documents in memory; null computes them for every batch.
+        cache_features: ``"ram"`` keeps the features of all documents in memory, ``"disk"`` in files that later runs and
+            other ranks share; null computes them for every batch.
         cache_dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``; null keeps the target's dtype.
-        limit: read only that many rows of every file.
+        features_folder: where ``"disk"`` keeps them, in a folder per data, target and layers; null is
+            ``~/.cache/dflash_lightning/features``.
+        limit: read only that many rows of every source that sets no limit itself.
+        max_bad_rows: share of rows that may be unusable records (not those without a response, or too long); above it
+            the run stops.
+        rejected: JSONL file that lists every dropped row with file, line and reason; null writes none.
+        cache: where the processed documents are kept for later runs and other ranks: a folder, ``"user"``
+            (``~/.cache/dflash_lightning/data``), or null for nowhere; then every process reads the files by itself.
         strict: warnings about the data are errors.
-        seed: decides packs, order and anchors, together with the epoch.
+        seed: decides packs, order and anchors, together with the epoch; and which rows a weight leaves out or repeats.
     """
 
     def __init__(
         self,
         target: FrozenTarget,
         *,
-        train: str | list[str],
+        train: str | dict[str, Any] | list[str | dict[str, Any]],
         max_length: int = 3072,
+        truncate: Truncate = "right",
         packing: bool = True,
         row_tokens: int | None = None,
         row_blocks: int | None = None,
@@ -63,16 +82,19 @@ class DraftData(LightningDataModule):
         block_bucket: int = 64,
         supervise: Supervise = "all_turns",
         chat_template_kwargs: Mapping[str, Any] | None = None,
-        cache_features: Literal["ram"] | None = None,
+        cache_features: Literal["ram", "disk"] | None = None,
         cache_dtype: Literal["float32", "bfloat16", "float16"] | None = None,
+        features_folder: str | None = None,
         num_workers: int = 0,
         limit: int | None = None,
+        max_bad_rows: float = 0.01,
+        rejected: str | None = None,
+        cache: str | None = None,
         strict: bool = False,
         seed: int = 0,
     ) -> None:
         super().__init__()
         self.target = target
-        self.train = [train] if isinstance(train, str) else list(train)
         self.max_length = max_length
         self.packing = packing
         self.row_tokens = max_length if row_tokens is None else row_tokens
@@ -84,11 +106,14 @@ class DraftData(LightningDataModule):
         self.chat_template_kwargs = dict(chat_template_kwargs or {})
         self.cache_features = cache_features
         self.cache_dtype = target.dtype if cache_dtype is None else DTYPES[cache_dtype]
+        self.features_folder = features_folder
         self.num_workers = num_workers
-        self.limit = limit
         self.strict = strict
         self.seed = seed
+        processing = Processing(max_length, truncate, supervise, self.chat_template_kwargs, seed)
+        processing.check_target(target.text)
         self._check_settings()
+        self.rows = TrainingRows(make_sources(train, limit=limit), processing, max_bad_rows, rejected, cache)
         self.summary = DataSummary()
         self._store: DocumentStore | None = None
         self._bound: tuple[BlockConstructor, Alignment, FeatureSpec, Bool[Tensor, " V"] | None] | None = None
@@ -97,12 +122,6 @@ class DraftData(LightningDataModule):
         self._position: dict[str, Any] | None = None
 
     def _check_settings(self) -> None:
-        positions = self.target.facts.max_positions
-        if not 2 <= self.max_length <= positions:
-            raise ValueError(
-                f"data.max_length: {self.max_length} is not possible for {self.target.facts.name}, which has "
-                f"{positions} positions. Use 2..{positions}."
-            )
         if self.row_tokens < self.max_length:
             raise ValueError(
                 f"data.row_tokens: a row of {self.row_tokens} cannot hold a document of data.max_length="
@@ -113,48 +132,36 @@ class DraftData(LightningDataModule):
                 raise ValueError(f"data.{name}: {getattr(self, name)} is not a count. Use 1 or more.")
         if not self.packing and self.row_blocks is not None:
             raise ValueError("data.row_blocks: applies to packed rows only. Remove it, or set data.packing=true.")
-        if self.cache_features not in (None, "ram"):
-            raise ValueError(f"data.cache_features: {self.cache_features!r} is unknown. Use 'ram' or null.")
-        if not self.train:
-            raise ValueError("data.train: names no file. Give a file or a list of files.")
+        if self.cache_features not in (None, "ram", "disk"):
+            raise ValueError(f"data.cache_features: {self.cache_features!r} is unknown. Use 'ram', 'disk' or null.")
+        if self.features_folder is not None and self.cache_features != "disk":
+            raise ValueError(
+                "data.features_folder: applies to features on disk only. Remove it, or set data.cache_features=disk."
+            )
 
     # -- documents ----------------------------------------------------------------------------------------------------
 
+    def prepare_data(self) -> None:
+        """Process the files on one process per machine while the others wait, so that these find them in the cache."""
+        if self.rows.cache is not None:
+            self._load_documents()
+
     def setup(self, stage: str | None = None) -> None:
-        """Read, render and tokenise the files, once; print what became of the rows."""
+        """Make or load the documents, once; print what became of the rows."""
         if self.trainer is not None and not any(isinstance(c, ExactResume) for c in self._callbacks):
             self._callbacks.append(ExactResume())
+        self._load_documents()
+
+    def _load_documents(self) -> None:
         if self._store is not None:
             return
-        maker = DocumentMaker(self._make_renderer, max_length=self.max_length, vocab_size=self.target.facts.vocab_size)
-        for path in self.train:
-            maker.read(path, limit=self.limit, setting="data.train", progress=self._is_main)
-        self.summary = maker.summary
-        self._store = maker.store()
-        if not maker.has_chat_rows:
-            self._check_unused_settings()
-        self._say(*self.summary.lines())
+        processed, account = self.rows.load(self.target, is_main=self._is_main)
+        self.summary = processed.summary
+        self.rows.processing.check_used(self.summary)
+        self._say(*account)
         if self.strict and self.summary.warnings():
             raise ValueError(f"data: {' '.join(self.summary.warnings())} (An error because of data.strict=true.)")
-
-    def _make_renderer(self) -> ChatRenderer:
-        return ChatRenderer(
-            self.target.tokenizer,
-            stop_ids=self.target.stop_ids,
-            chat_template_kwargs=self.chat_template_kwargs,
-            supervise=self.supervise,
-        )
-
-    def _check_unused_settings(self) -> None:
-        """Tokenised rows have no turns, so a choice of turns is refused, not ignored.
-
-        ``chat_template_kwargs`` is not: evaluation renders its prompts with the same field.
-        """
-        if self.supervise != "all_turns":
-            raise ValueError(
-                f"data.supervise: {self.supervise!r} does not apply to tokenised rows, which are used as they are. "
-                "Remove it, or give chat rows."
-            )
+        self._store = processed.store
 
     @property
     def documents(self) -> DocumentStore:
@@ -189,7 +196,7 @@ class DraftData(LightningDataModule):
             accumulate=self._accumulate(),
             limit=self._limit_batches(planner),
         )
-        if self.cache_features == "ram" and (self._cache is None or self._cache.spec != spec):
+        if self.cache_features is not None and (self._cache is None or self._cache.spec != spec):
             self._cache = self._make_cache(spec)
         pad = self.target.facts.pad_token_id
         maker = BatchMaker(
@@ -273,20 +280,16 @@ class DraftData(LightningDataModule):
     # -- features -----------------------------------------------------------------------------------------------------
 
     def _make_cache(self, spec: FeatureSpec) -> FeatureCache:
-        store = self.documents
-        needed = cache_bytes(int(store.offsets[-1]), spec, self.target.facts.hidden_size, self.cache_dtype)
-        self._say(f"data: features of {store.offsets[-1]} tokens take {needed / 2**20:.0f} MiB of memory")
-        check_memory(needed)
         # Loaders are made (by ``estimated_stepping_batches`` in configure_optimizers) before the module's fit starts.
         target = self.target if self.trainer is None else self.target.to(self.trainer.strategy.root_device)
-        return FeatureCache(
-            store,
-            target,
-            spec,
-            row_tokens=self.row_tokens if self.packing else None,
-            dtype=self.cache_dtype,
-            progress=self._is_main,
-        )
+        row_tokens = self.row_tokens if self.packing else None
+        store, dtype = self.documents, self.cache_dtype
+        if self.cache_features == "ram":
+            return make_in_memory(
+                store, target, spec, row_tokens=row_tokens, dtype=dtype, say=self._say, progress=self._is_main
+            )
+        shards = FeatureShards(store, target, spec, row_tokens=row_tokens, dtype=dtype, root=self.features_folder)
+        return make_on_disk(shards, Ranks.of(self.trainer), say=self._say)
 
     def on_before_batch_transfer(self, batch: TrainBatch, dataloader_idx: int) -> TrainBatch:
         """Take the features from the cache while ids are still on the CPU, so that no device sync is needed."""

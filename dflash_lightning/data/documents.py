@@ -1,131 +1,100 @@
-"""A data set as documents in memory, and the account of what became of every row that was read."""
+"""From rows to documents; nothing that is read is lost without being counted."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
 from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
 
 from dflash_lightning.data.conversation import ChatRenderer, Encoded, Rendered, UnusableRow
-from dflash_lightning.data.rows import ChatRow, PromptRow, Row, TokenRow, read_rows
-from dflash_lightning.types import Document
+from dflash_lightning.data.records import BadRecord, Record
+from dflash_lightning.data.rows import ChatRow, Message, PromptRow, Row, TextRow, TokenRow
+from dflash_lightning.data.sources import Draw, Source
+from dflash_lightning.data.store import DocumentStore, MaskedIds
+from dflash_lightning.data.summary import DataSummary
+from dflash_lightning.data.truncation import Truncate, last_of_text, without_oldest
+
+__all__ = ["DataSummary", "DocumentMaker", "DocumentStore", "MaskedIds", "RowOutcome"]
 
 ENCODE_ROWS = 256  # rows tokenised in one call
-FEW_ANCHORS = 1000  # below this a drafter learns next to nothing
 
 NO_RESPONSE = "a prompt without a response (make responses with `dflash regenerate`)"
 CUT = "nothing supervised within max_length"
 NO_ANCHOR = "no two supervised tokens in a row, so no block can start"
+TOO_LONG = "longer than max_length"
+NO_LEFT_CUT = (
+    "longer than max_length, and a tokenised row cannot lose its oldest turns: it does not say where they begin"
+)
+LAST_TOO_LONG = "longer than max_length even with its last exchange alone"
 
 
-class DocumentStore:
-    """Ids and masks of all documents in two flat arrays: small to fork, cheap to pickle, and nothing of the target."""
+@dataclass(frozen=True)
+class RowOutcome:
+    """What became of one row that was read: its documents, or the reason why it has none.
 
-    def __init__(self, ids: Sequence[NDArray[np.int32]], masks: Sequence[NDArray[np.bool_]]) -> None:
-        lengths = [len(item) for item in ids]
-        self.offsets: NDArray[np.int64] = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-        self.ids: NDArray[np.int32] = np.concatenate(ids)
-        self.mask: NDArray[np.bool_] = np.concatenate(masks)
+    Documents are at most ``max_length`` long and have a place where a block can start; each is used ``copies`` times
+    per epoch. ``bad`` is a record that is wrong in itself, ``cut`` one that the end of the file cut off.
+    """
 
-    def __len__(self) -> int:
-        return len(self.offsets) - 1
+    file: str
+    line: int
+    documents: tuple[MaskedIds, ...] = ()
+    copies: int = 1
+    dropped: str | None = None
+    bad: bool = False
+    cut: bool = False
 
-    def __getitem__(self, sample_id: int) -> Document:
-        start, end = self.offsets[sample_id], self.offsets[sample_id + 1]
-        ids = torch.from_numpy(self.ids[start:end].astype(np.int64))
-        return Document(sample_id, ids, torch.from_numpy(self.mask[start:end].copy()))
-
-    @property
-    def lengths(self) -> NDArray[np.int64]:
-        return np.diff(self.offsets)
-
-    def used_ids(self) -> set[int]:
-        """Ids that occur anywhere in the documents."""
-        return set(np.unique(self.ids).tolist())
+    def rejection(self) -> dict[str, str | int]:
+        """The entry of a dropped row in the file of rejected rows."""
+        assert self.dropped is not None
+        return {"file": self.file, "line": self.line, "reason": self.dropped}
 
 
-@dataclass
-class DataSummary:
-    """What became of the rows: ``kept + dropped = read``. A row may give several documents (one per assistant turn)."""
+@dataclass(frozen=True)
+class _Drawn:
+    """A record that is used, with the row it holds or what is wrong with it."""
 
-    sources: list[str] = field(default_factory=list)
-    read: int = 0
-    kept: int = 0
-    dropped: Counter[str] = field(default_factory=Counter)
-    examples: dict[str, str] = field(default_factory=dict)
-    documents: int = 0
-    tokens: int = 0
-    supervised: int = 0
-    anchors: int = 0
-    truncated: int = 0
-    longest: int = 0
-    empty_reasoning: int = 0
-    first_supervised: str = ""
+    file: str
+    line: int
+    copies: int
+    row: Row | BadRecord
 
-    @property
-    def share(self) -> float:
-        """Supervised tokens per token."""
-        return self.supervised / max(1, self.tokens)
-
-    def drop(self, reason: str, where: str) -> None:
-        self.dropped[reason] += 1
-        self.examples.setdefault(reason, where)
-
-    def reasons(self) -> list[str]:
-        return [f"{count} x {reason} (first: {self.examples[reason]})" for reason, count in self.dropped.most_common()]
-
-    def warnings(self) -> list[str]:
-        """What is probably not meant; empty for healthy data."""
-        found = []
-        if self.empty_reasoning:
-            found.append(
-                f"{self.empty_reasoning} responses without reasoning, while the template's thinking is on, would teach "
-                "an empty <think></think> block. Set data.chat_template_kwargs.enable_thinking=false, here and in "
-                "evaluation, or train on responses with reasoning."
-            )
-        if not 0.01 <= self.share <= 0.99:
-            found.append(f"{100 * self.share:.1f} % of the tokens are supervised: look at the masks before training.")
-        if self.anchors < FEW_ANCHORS:
-            found.append(
-                f"{self.anchors} places where a block can start are few: enough for a test, not for a drafter."
-            )
-        return found
-
-    def lines(self) -> list[str]:
-        """The account, to be printed before training."""
-        dropped = sum(self.dropped.values())
-        lines = [
-            f"data: {', '.join(self.sources)}",
-            f"  rows: {self.read} read, {self.kept} kept as {self.documents} documents, {dropped} dropped",
-            *(f"    dropped {reason}" for reason in self.reasons()),
-            f"  tokens: {self.tokens}, {100 * self.share:.1f} % supervised; longest document {self.longest}, "
-            f"{self.truncated} truncated; blocks can start at {self.anchors} places",
-        ]
-        if self.first_supervised:
-            lines.append(f"  first supervised text: {self.first_supervised!r}")
-        return lines + [f"  warning: {text}" for text in self.warnings()]
+    def dropped(self, reason: str) -> RowOutcome:
+        return RowOutcome(self.file, self.line, dropped=reason)
 
 
 class DocumentMaker:
-    """Reads files and turns rows into documents of at most ``max_length`` tokens, counting everything it drops.
+    """Reads sources and turns rows into documents of at most ``max_length`` tokens, counting everything it drops.
 
-    ``make_renderer`` is called when the first chat row turns up: tokenised data needs no chat template.
+    ``make_renderer`` is called when the first chat row turns up: tokenised data needs no chat template. ``tokenizer``
+    is for plain text. ``truncate`` says what becomes of longer documents: ``"right"`` cuts off their end, ``"left"``
+    the oldest exchanges of a conversation (see ``data.truncation``), ``"drop"`` leaves them out. ``seed`` decides which
+    rows a weight leaves out or repeats.
     """
 
-    def __init__(self, make_renderer: Callable[[], ChatRenderer], *, max_length: int, vocab_size: int) -> None:
+    def __init__(
+        self,
+        make_renderer: Callable[[], ChatRenderer],
+        *,
+        max_length: int,
+        vocab_size: int,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        truncate: Truncate = "right",
+        seed: int = 0,
+    ) -> None:
         self._make_renderer = make_renderer
         self._renderer: ChatRenderer | None = None
+        self.tokenizer = tokenizer
         self.max_length = max_length
         self.vocab_size = vocab_size
+        self.truncate = truncate
+        self.seed = seed
         self.summary = DataSummary()
-        self._ids: list[NDArray[np.int32]] = []
-        self._masks: list[NDArray[np.bool_]] = []
+        self.rejected: list[RowOutcome] = []
+        self._documents: list[MaskedIds] = []
 
     @property
     def renderer(self) -> ChatRenderer:
@@ -136,14 +105,34 @@ class DocumentMaker:
     @property
     def has_chat_rows(self) -> bool:
         """Whether any row read so far had to be rendered."""
-        return self._renderer is not None
+        return self.summary.chat_rows > 0
 
-    def read(self, path: str, *, limit: int | None, setting: str, progress: bool = False) -> None:
-        """Add the documents of one file, or of its first ``limit`` rows."""
-        self.summary.sources.append(path)
-        rows = iter(tqdm(read_rows(path, limit=limit, setting=setting), desc=f"tokenise {path}", disable=not progress))
-        while batch := list(islice(rows, ENCODE_ROWS)):
-            self._add(batch)
+    # -- reading ------------------------------------------------------------------------------------------------------
+
+    def read(
+        self, source: str | Source, *, limit: int | None = None, setting: str = "data.train", progress: bool = False
+    ) -> None:
+        """Add the documents of one source; a path is a source of its first ``limit`` rows."""
+        for outcome in self.outcomes(source, limit=limit, setting=setting, progress=progress):
+            self._documents += outcome.documents * outcome.copies
+
+    def outcomes(
+        self, source: str | Source, *, limit: int | None = None, setting: str = "data.train", progress: bool = False
+    ) -> Iterator[RowOutcome]:
+        """What becomes of every row of a source, in file order and counted in ``summary``; nothing is stored.
+
+        Raises:
+            ValueError: the source as a whole cannot be read.
+        """
+        source = Source(source, limit=limit) if isinstance(source, str) else source
+        draw = Draw(source.weight, seed=self.seed, place=len(self.summary.sources))
+        self.summary.sources.append(source.name)
+        records = tqdm(source.records(setting), desc=f"tokenise {source.path}", unit=" rows", disable=not progress)
+        drawn = self._draw(iter(records), source, draw)
+        while batch := list(islice(drawn, ENCODE_ROWS)):
+            for outcome in self._process(batch):
+                self._count(outcome)
+                yield outcome
 
     def store(self) -> DocumentStore:
         """Everything read so far.
@@ -152,11 +141,13 @@ class DocumentMaker:
             ValueError: no row could be used; the message says why, with counts.
         """
         summary = self.summary
+        assert summary.kept + summary.num_dropped == summary.read, "a row was lost without being counted"
         if not summary.read:
+            left_out = f" ({summary.left_out} were left out by weight)" if summary.left_out else ""
             raise ValueError(
-                f"data: {', '.join(summary.sources)} holds no rows. Give a file with one JSON object a line."
+                f"data: {', '.join(summary.sources)} holds no rows{left_out}. Give a file with one JSON object a line."
             )
-        if not self._ids:
+        if not self._documents:
             reasons = "; ".join(summary.reasons())
             name = repr(self.renderer.tokenizer.name_or_path) if self.has_chat_rows else "none used"
             raise ValueError(
@@ -164,81 +155,137 @@ class DocumentMaker:
                 f"Chat template: {name}. Correct the data, raise data.max_length ({self.max_length}), or give rows "
                 "with 'input_ids' and 'loss_mask'."
             )
-        summary.first_supervised = self._first_supervised()
-        return DocumentStore(self._ids, self._masks)
+        return DocumentStore.join(self._documents)
 
-    def _add(self, rows: list[Row]) -> None:
-        """Rendering goes row by row, tokenising in one call for all of them; documents stay in file order."""
-        rendered: list[list[Rendered] | None] = []
-        for row in rows:
-            self.summary.read += 1
-            rendered.append(self._render(row))
-        texts = [text for group in rendered if group is not None for text in group]
+    def _draw(self, records: Iterator[Record | BadRecord], source: Source, draw: Draw) -> Iterator[_Drawn]:
+        for record in records:
+            copies = draw.next()
+            if isinstance(record, BadRecord):  # never left out, so that it is reported
+                yield _Drawn(record.file, record.line, copies, record)
+            elif copies:
+                yield _Drawn(record.file, record.line, copies, self._parse(record, source))
+            else:
+                self.summary.left_out += 1
+
+    def _parse(self, record: Record, source: Source) -> Row | BadRecord:
+        row = source.parse(record)
+        ids = row.input_ids if isinstance(row, TokenRow) else []
+        foreign = next((token for token in ids if not 0 <= token < self.vocab_size), None)
+        if foreign is None:
+            return row
+        reason = (
+            f"input_ids holds {foreign}, but the target has ids 0..{self.vocab_size - 1}. "
+            "Was the row tokenised for another model?"
+        )
+        return BadRecord(record.file, record.line, reason)
+
+    # -- rows to documents --------------------------------------------------------------------------------------------
+
+    def _process(self, batch: list[_Drawn]) -> Iterator[RowOutcome]:
+        """Rendering goes row by row, tokenising in one call for all of them; outcomes stay in file order."""
+        rendered = [self._render(item.row) if isinstance(item.row, ChatRow) else [] for item in batch]
+        texts = [text for group in rendered if isinstance(group, list) for text in group]
         encodings = iter(self.renderer.encode(texts) if texts else [])
-        for row, group in zip(rows, rendered, strict=True):
-            if isinstance(row, TokenRow):
-                self._keep(row, [Encoded(self._check_ids(row), [bool(value) for value in row.loss_mask])])
-            elif group is not None:
-                self._keep_chat(row, list(islice(encodings, len(group))))
+        for item, group in zip(batch, rendered, strict=True):
+            row = item.row
+            if isinstance(row, BadRecord):
+                yield RowOutcome(item.file, item.line, dropped=row.reason, bad=True, cut=row.cut)
+            elif isinstance(row, PromptRow):
+                yield item.dropped(NO_RESPONSE)
+            elif isinstance(group, UnusableRow):
+                yield item.dropped(str(group))
+            else:
+                yield self._outcome(item, row, list(islice(encodings, len(group))))
 
-    def _render(self, row: Row) -> list[Rendered] | None:
-        if isinstance(row, PromptRow):
-            self.summary.drop(NO_RESPONSE, row.where)
-        if not isinstance(row, ChatRow):
-            return None
+    def _render(self, row: ChatRow) -> list[Rendered] | UnusableRow:
+        self.summary.chat_rows += 1
         try:
             rendered = self.renderer.rendered(row.messages, row.tools)
         except UnusableRow as reason:
-            self.summary.drop(str(reason), row.where)
-            return None
+            return reason
         self.summary.empty_reasoning += sum(turn.has_empty_reasoning for item in rendered for turn in item.turns)
         return rendered
 
-    def _check_ids(self, row: TokenRow) -> list[int]:
-        bad = next((token for token in row.input_ids if not 0 <= token < self.vocab_size), None)
-        if bad is not None:
+    def _outcome(self, item: _Drawn, row: Row, encodings: list[list[Encoded] | UnusableRow]) -> RowOutcome:
+        try:
+            if isinstance(row, TokenRow):
+                whole = [MaskedIds.of(row.input_ids, row.loss_mask)]
+            else:
+                whole = [self._encode_text(row)] if isinstance(row, TextRow) else _usable(encodings)
+            fitting = self._fit(row, whole)
+        except UnusableRow as reason:
+            return item.dropped(str(reason))
+        kept = tuple(document for document in fitting if document.anchors)
+        if not kept:
+            was_cut = any(document.mask.any() for document in whole) and not any(d.mask.any() for d in fitting)
+            return item.dropped(CUT if was_cut else NO_ANCHOR)
+        self.summary.truncated += item.copies * sum(all(document is not one for one in whole) for document in kept)
+        self.summary.unusable += max(0, len(whole) - len(kept))
+        return RowOutcome(item.file, item.line, kept, item.copies)
+
+    def _encode_text(self, row: TextRow) -> MaskedIds:
+        if self.tokenizer is None:
             raise ValueError(
-                f"{row.where}: input_ids holds {bad}, but the target has ids 0..{self.vocab_size - 1}. "
-                "Was the row tokenised for another model?"
+                f"{row.where}: plain text needs a tokenizer, and this target has none. Use a target with a tokenizer, "
+                "or rows with 'input_ids' and 'loss_mask'."
             )
-        return row.input_ids
+        encoding = self.tokenizer(row.text, return_special_tokens_mask=True, return_attention_mask=False, verbose=False)
+        added = encoding["special_tokens_mask"]
+        first = added.index(0) if 0 in added else len(added)
+        return MaskedIds.of(encoding["input_ids"], [j > first and not added[j] for j in range(len(added))])
 
-    def _keep_chat(self, row: Row, results: list[list[Encoded] | UnusableRow]) -> None:
-        reason = next((result for result in results if isinstance(result, UnusableRow)), None)
-        if reason is not None:
-            self.summary.drop(str(reason), row.where)
-        else:
-            self._keep(row, [item for result in results if not isinstance(result, UnusableRow) for item in result])
+    def _fit(self, row: Row, whole: list[MaskedIds]) -> list[MaskedIds]:
+        """Documents of at most ``max_length``; raises ``UnusableRow`` where a way of cutting leaves none."""
+        if all(len(document) <= self.max_length for document in whole):
+            return whole
+        if self.truncate == "right":
+            return [document.first(self.max_length) for document in whole]
+        if self.truncate == "drop":
+            return _some([d for d in whole if len(d) <= self.max_length], TOO_LONG)
+        if isinstance(row, TextRow):
+            return [last_of_text(document, self.max_length) for document in whole]
+        if isinstance(row, ChatRow):
+            return _some(without_oldest(row.messages, lambda m: self._encode(m, row), self.max_length), LAST_TOO_LONG)
+        raise UnusableRow(NO_LEFT_CUT)
 
-    def _keep(self, row: Row, items: list[Encoded]) -> None:
-        """Cut to ``max_length``; a row is dropped when none of its documents has a place to start a block."""
-        summary, before = self.summary, len(self._ids)
-        for item in items:
-            ids = np.array(item.input_ids[: self.max_length], dtype=np.int32)
-            mask = np.array(item.loss_mask[: self.max_length], dtype=np.bool_)
-            anchors = int((mask[:-1] & mask[1:]).sum())  # supervised tokens with a supervised successor
-            if not anchors:
-                continue
-            self._ids.append(ids)
-            self._masks.append(mask)
-            summary.documents += 1
-            summary.tokens += len(ids)
-            summary.supervised += int(mask.sum())
-            summary.anchors += anchors
-            summary.truncated += len(item.input_ids) > self.max_length
-            summary.longest = max(summary.longest, len(ids))
-        if len(self._ids) > before:
-            summary.kept += 1
+    def _encode(self, messages: list[Message], row: ChatRow) -> list[MaskedIds]:
+        return _usable(self.renderer.encode(self.renderer.rendered(messages, row.tools)))
+
+    # -- counting -----------------------------------------------------------------------------------------------------
+
+    def _count(self, outcome: RowOutcome) -> None:
+        summary = self.summary
+        summary.read += 1
+        if outcome.dropped is not None:
+            summary.drop(outcome.dropped, f"{outcome.file}:{outcome.line}", bad=outcome.bad, cut=outcome.cut)
+            self.rejected.append(outcome)
             return
-        was_cut = any(any(item.loss_mask) and not any(item.loss_mask[: self.max_length]) for item in items)
-        summary.drop(CUT if was_cut else NO_ANCHOR, row.where)
+        summary.keep(outcome.documents, outcome.copies)
+        summary.first_supervised = summary.first_supervised or self._first_supervised(outcome.documents[0])
 
-    def _first_supervised(self) -> str:
-        """Text of the first document's first supervised span, shortened: the quickest check of a mask."""
-        if not self.has_chat_rows:
+    def _first_supervised(self, document: MaskedIds) -> str:
+        """Text of the first supervised span, shortened: the quickest check of a mask."""
+        tokenizer = self.renderer.tokenizer if self.has_chat_rows else self.tokenizer
+        if tokenizer is None:
             return ""
-        ids, mask = self._ids[0], self._masks[0]
-        start = int(mask.argmax())
+        mask, start = document.mask, int(document.mask.argmax())
         length = int((~mask[start:]).argmax()) if not mask[start:].all() else len(mask) - start
-        text = str(self.renderer.tokenizer.decode(ids[start : start + length].tolist(), skip_special_tokens=False))
+        ids = document.ids[start : start + length].tolist()
+        text = str(tokenizer.decode(ids, skip_special_tokens=False))
         return text if len(text) <= 100 else f"{text[:60]} ... {text[-35:]}"
+
+
+def _usable(encodings: Sequence[list[Encoded] | UnusableRow]) -> list[MaskedIds]:
+    """Documents of one row, or the first reason why it has none."""
+    documents: list[MaskedIds] = []
+    for encoded in encodings:
+        if isinstance(encoded, UnusableRow):
+            raise encoded
+        documents += [MaskedIds.of(item.input_ids, item.loss_mask) for item in encoded]
+    return documents
+
+
+def _some(documents: list[MaskedIds], reason: str) -> list[MaskedIds]:
+    if not documents:
+        raise UnusableRow(reason)
+    return documents

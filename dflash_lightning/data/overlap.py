@@ -10,7 +10,7 @@ from dataclasses import dataclass
 class Overlap:
     """Counts of n-grams (with multiplicity) and of samples that have any; ``shared`` of them occur in the reference.
 
-    ``reference_ngrams`` counts the different n-grams of the reference: where it is 0, nothing was compared.
+    Where ``reference_ngrams`` is 0, nothing was compared.
     """
 
     n: int
@@ -31,6 +31,37 @@ class Overlap:
         return self.shared_samples / self.samples if self.samples else 0.0
 
 
+class OverlapCounter:
+    """Counts which n-grams of ``samples`` occur in reference sequences, which it sees one at a time and forgets."""
+
+    def __init__(self, samples: Iterable[Sequence[Hashable]], *, n: int = 13) -> None:
+        if n < 1:
+            raise ValueError(f"n: {n} is no length of an n-gram. Use 1 or more.")
+        self.n = n
+        self._samples = [list(_ngrams(sample, n)) for sample in samples]
+        self._asked = {ngram for sample in self._samples for ngram in sample}
+        self._found: set[tuple[Hashable, ...]] = set()
+        self._seen = 0
+
+    def see(self, sequence: Sequence[Hashable]) -> None:
+        """Look for the samples' n-grams in one reference sequence."""
+        self._seen += max(0, len(sequence) - self.n + 1)
+        if self._asked:
+            self._found.update(self._asked.intersection(_ngrams(sequence, self.n)))
+
+    def overlap(self) -> Overlap:
+        """The counts so far."""
+        shared = [sum(ngram in self._found for ngram in sample) for sample in self._samples]
+        return Overlap(
+            n=self.n,
+            ngrams=sum(len(sample) for sample in self._samples),
+            shared_ngrams=sum(shared),
+            samples=len(shared),
+            shared_samples=sum(count > 0 for count in shared),
+            reference_ngrams=self._seen,
+        )
+
+
 def ngram_overlap(
     samples: Iterable[Sequence[Hashable]], reference: Iterable[Sequence[Hashable]], *, n: int = 13
 ) -> Overlap:
@@ -39,18 +70,10 @@ def ngram_overlap(
     13 tokens is the customary length for contamination (GPT-3, arXiv 2005.14165, appendix C). N-grams never span two
     sequences; a sequence shorter than ``n`` has none and counts as a sample that is not shared.
     """
-    if n < 1:
-        raise ValueError(f"n: {n} is no length of an n-gram. Use 1 or more.")
-    known = {ngram for sequence in reference for ngram in _ngrams(sequence, n)}
-    counts = [(sum(ngram in known for ngram in _ngrams(sample, n)), max(0, len(sample) - n + 1)) for sample in samples]
-    return Overlap(
-        n=n,
-        ngrams=sum(total for _, total in counts),
-        shared_ngrams=sum(shared for shared, _ in counts),
-        samples=len(counts),
-        shared_samples=sum(shared > 0 for shared, _ in counts),
-        reference_ngrams=len(known),
-    )
+    counter = OverlapCounter(samples, n=n)
+    for sequence in reference:
+        counter.see(sequence)
+    return counter.overlap()
 
 
 def _ngrams(sequence: Sequence[Hashable], n: int) -> Iterator[tuple[Hashable, ...]]:

@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from dflash_lightning.data.conversation import ChatRenderer, UnusableRow
-from dflash_lightning.data.rows import ChatRow, Message, PromptRow, Row, read_rows
+from dflash_lightning.data.rows import ChatRow, Message, PromptRow, Row, TextRow, read_rows
 
 
 def load_prompts(path: str | Path, limit: int | None = None) -> list[list[Message]]:
@@ -38,7 +38,8 @@ def _prompt(row: Row) -> list[Message]:
             f"{row.where}: no user turn before the first assistant turn, so there is nothing to respond to."
         )
     raise ValueError(
-        f"{row.where}: a tokenised row is not a prompt. Prompts are 'turns', 'messages' or 'conversations'."
+        f"{row.where}: a {'plain text' if isinstance(row, TextRow) else 'tokenised row'} is not a prompt. Prompts are "
+        "'turns', 'prompt', 'messages' or 'conversations'."
     )
 
 

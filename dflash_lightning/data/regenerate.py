@@ -9,6 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+import sys
+import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,31 +23,60 @@ from tqdm import tqdm
 import dflash_lightning
 from dflash_lightning.data.answering import Answering
 from dflash_lightning.data.conversation import ChatRenderer
+from dflash_lightning.data.draft_trial import DraftTrial
 from dflash_lightning.data.prompt_script import Failure, Script, read_scripts
-from dflash_lightning.data.row_log import RowLog, partial_path
+from dflash_lightning.data.provenance import meta_path
+from dflash_lightning.data.row_log import Row, RowLog
 from dflash_lightning.decoding import SamplingSpec
-from dflash_lightning.files import find_file, write_atomic
+from dflash_lightning.files import file_digest, find_file, write_atomic
 from dflash_lightning.model import DraftModel
 from dflash_lightning.target import FrozenTarget
 
 
+@dataclass
+class Counts:
+    """What became of the prompts: ``prompts = rows + failed``.
+
+    ``rows`` are conversations with at least one answer, ``lines`` what they are in the file (more where a template
+    rewrites history). ``cut`` of them end at ``max_new_tokens``, ``unfinished`` before a turn that could not be asked.
+    """
+
+    prompts: int = 0
+    rows: int = 0
+    failed: int = 0
+    cut: int = 0
+    unfinished: int = 0
+    lines: int = 0
+    response_tokens: int = 0
+
+    def add(self, rows: list[Row]) -> None:
+        """Count one conversation."""
+        self.rows += 1
+        self.lines += len(rows)
+        self.cut += rows[-1]["finish"] == "length"
+        self.unfinished += "unanswered" in rows[-1]
+        self.response_tokens += sum(sum(row["loss_mask"]) for row in rows)
+
+
 @dataclass(frozen=True)
 class RegenerateReport:
-    """What became of the prompts: ``prompts = rows + failed``; ``resumed`` of the ``rows`` were there before this call.
+    """The counts of the whole file; ``resumed`` of its rows were there before this call.
 
-    ``cut`` rows end at ``max_new_tokens`` instead of a stop token. ``new_tokens`` were decoded by this call, in
-    ``seconds`` of decoding; ``response_tokens`` counts all that ``out`` holds.
+    ``new_tokens`` were decoded by this call, in ``seconds`` of decoding. ``trial`` is null where no draft was given or
+    nothing was left to decode.
     """
 
     out: Path
-    prompts: int
-    rows: int
-    failed: int
-    cut: int
-    response_tokens: int
+    counts: Counts
     resumed: int
-    new_tokens: int
-    seconds: float
+    new_tokens: int = 0
+    seconds: float = 0.0
+    trial: DraftTrial | None = None
+
+    @property
+    def failures(self) -> Path | None:
+        """The side file of prompts that were not answered, or not in full; null where there are none."""
+        return failures_path(self.out) if self.counts.failed or self.counts.unfinished else None
 
 
 def regenerate(
@@ -61,14 +93,16 @@ def regenerate(
     limit: int | None = None,
     chat_template_kwargs: dict[str, Any] | None = None,
     draft: DraftModel | None = None,
+    compile: bool = True,
     progress: bool = True,
 ) -> RegenerateReport:
     """Let ``target`` answer every user message of a prompts file, and write the conversations to ``out_path``.
 
-    Rows are appended to ``<out>.partial`` as they finish; a call that was killed is continued by the same call. At the
-    end ``out_path`` has all rows in order of the prompts, ``<out>.meta.json`` says what the answers were made with, and
-    ``<out>.failed.jsonl`` which prompts could not be answered and why (no file where there are none). With a ``draft``
-    decoding is speculative, which changes the speed and not the answers.
+    Answers are appended to ``<out>.partial`` as they finish; a call that was killed is continued by the same call, and
+    no second process can write the same file meanwhile. At the end ``out_path`` has all rows in order of the prompts,
+    ``<out>.meta.json`` says what the answers were made with, and ``<out>.failed.jsonl`` which prompts could not be
+    answered and why (no file where there are none). With a ``draft`` decoding is speculative where that measures
+    faster, which changes the speed and not the answers (in float32; in bfloat16 near ties may fall either way).
 
     Example::
 
@@ -76,8 +110,8 @@ def regenerate(
         regenerate("prompts.jsonl", target, "train.jsonl", batch_size=32, max_new_tokens=256)
 
     Raises:
-        ValueError: the prompts or the target's chat template are missing, no row could be answered, or ``out_path``
-            holds the result of other settings.
+        ValueError: the prompts or the target's chat template are missing, no row could be answered, ``out_path`` holds
+            the result of other settings, or another process is writing it.
     """
     for name, value in (("batch_size", batch_size), ("max_new_tokens", max_new_tokens)):
         if value < 1:
@@ -86,76 +120,82 @@ def regenerate(
     sampling = SamplingSpec(temperature, top_k, top_p, seed)
     renderer = ChatRenderer(target.tokenizer, stop_ids=target.stop_ids, chat_template_kwargs=chat_template_kwargs)
     scripts, failures = read_scripts(prompts, limit)
-    made_with = _made_with(prompts, limit, target, renderer, sampling, max_new_tokens)
-    meta = out.with_name(out.name + ".meta.json")
-    if _is_complete(out, meta, made_with):
-        counts = json.loads(meta.read_text(encoding="utf-8"))["counts"]
-        return RegenerateReport(out, **counts, resumed=counts["rows"], new_tokens=0, seconds=0.0)
-    header = {
-        "made_with": made_with,
-        "target": {"name": target.facts.name, "revision": target.facts.revision},
-        "prompts": prompts.name,
-        "versions": _versions(),
-    }
-    write_atomic(meta, _dump({"complete": False, **header}))
-    answering = Answering(target, draft, renderer, sampling, batch_size, max_new_tokens, failures)
-    counts, resumed = _answer_all(answering, scripts, out, progress=progress)
-    _write_failures(out, failures)
-    write_atomic(meta, _dump({"complete": True, "counts": counts, **header}))
-    return RegenerateReport(out, **counts, resumed=resumed, new_tokens=answering.new_tokens, seconds=answering.seconds)
-
-
-def _made_with(
-    prompts: Path,
-    limit: int | None,
-    target: FrozenTarget,
-    renderer: ChatRenderer,
-    sampling: SamplingSpec,
-    max_new_tokens: int,
-) -> dict[str, Any]:
-    """All that an answer depends on. Names of files and models do not belong here: their content does."""
-    return {
-        "prompts": {"sha256": _sha256(prompts.read_bytes()), "limit": limit},
-        "target": {"digest": target.facts.digest, "dtype": str(target.dtype).removeprefix("torch.")},
-        "chat_template": {"sha256": _sha256(target.chat_template_text.encode()), "kwargs": renderer.kwargs},
-        "sampling": {"labels": "greedy" if sampling.greedy else "sampled", **asdict(sampling)},
-        "max_new_tokens": max_new_tokens,
-    }
-
-
-def _answer_all(
-    answering: Answering, scripts: list[Script], out: Path, *, progress: bool
-) -> tuple[dict[str, int], int]:
-    """Answer what a former call left, write ``out``; counts of all rows, and how many were there before."""
+    header = _header(prompts, limit, target, renderer, sampling, max_new_tokens)
     with RowLog(out) as log:
-        resumed = len(log.rows)
-        left = [script for script in scripts if script.row not in log.rows]
+        if (finished := _finished(out, log, header["made_with"])) is not None:
+            log.remove()
+            return RegenerateReport(out, finished, resumed=finished.rows)
+        write_atomic(meta_path(out), _dump({"complete": False, **header}))
+        resumed = len(log)
         with tqdm(total=len(scripts), initial=resumed, unit="row", desc="regenerate", disable=not progress) as bar:
-            for conversation in answering(left):
-                log.add(conversation.row())
-                bar.update()
-                bar.set_postfix_str(f"{answering.new_tokens / max(answering.seconds, 1e-9):.0f} tokens/s")
-        if not log.rows:
-            failures = answering.failures
-            raise ValueError(
-                f"regenerate: none of {len(failures)} prompts could be answered. The first: {failures[0].reason}."
-            )
-        log.finish()
-    rows = log.rows.values()
-    counts = {
-        "prompts": len(rows) + len(answering.failures),
-        "rows": len(rows),
-        "failed": len(answering.failures),
-        "cut": sum(row["finish"] == "length" for row in rows),
-        "response_tokens": sum(sum(row["loss_mask"]) for row in rows),
-    }
-    return counts, resumed
+            meter = _Meter(bar)
+            answering = Answering(target, draft, renderer, sampling, batch_size, max_new_tokens, compile)
+            answering.failures, answering.say, answering.on_tokens = failures, meter.say, meter.tokens
+            try:
+                for conversation in answering([script for script in scripts if script.row not in log]):
+                    log.add(conversation.script.row, conversation.rows())
+                    bar.update()
+            except KeyboardInterrupt:
+                meter.say(
+                    f"{len(log)} of {len(scripts)} prompts are answered and kept; the same command goes on from there"
+                )
+                raise
+        counts = _write(log, scripts, failures)
+        trial = None if answering.trial is None else {"used": answering.trial.use_draft, **asdict(answering.trial)}
+        outcome = {"complete": True, "counts": asdict(counts), "draft": trial}
+        write_atomic(meta_path(out), _dump({**outcome, **header}))
+        log.remove()
+    return RegenerateReport(out, counts, resumed, answering.new_tokens, answering.seconds, answering.trial)
 
 
-def _is_complete(out: Path, meta: Path, made_with: dict[str, Any]) -> bool:
-    """Whether ``out`` is already the result of this call. Refuses to touch a file that came from anything else."""
-    if not out.exists() and not partial_path(out).exists():
-        return False
+# -- results ----------------------------------------------------------------------------------------------------------
+
+
+def _write(log: RowLog, scripts: list[Script], failures: list[Failure]) -> Counts:
+    """Write the answers in order of the prompts, and beside them what was not answered."""
+    counts, lines, unfinished = Counts(), {script.row: script.line for script in scripts}, list(failures)
+
+    def rows() -> Iterator[Row]:
+        for conversation in log.in_order():
+            counts.add(conversation)
+            last = conversation[-1]
+            if "unanswered" in last:
+                answered = sum(message["role"] == "assistant" for message in last["messages"])
+                unfinished.append(Failure(lines[last["row"]], last["row"], last["unanswered"], answered))
+            yield from conversation
+
+    if not len(log):
+        _write_failures(log.out, failures)
+        raise ValueError(
+            f"regenerate: none of {len(failures)} prompts could be answered. The first: {failures[0].reason}. "
+            f"All reasons are in {failures_path(log.out)}."
+        )
+    log.finish(rows())
+    _write_failures(log.out, unfinished)
+    counts.failed = len(failures)
+    counts.prompts = counts.rows + counts.failed
+    return counts
+
+
+def _write_failures(out: Path, failures: list[Failure]) -> None:
+    path = failures_path(out)
+    if not failures:
+        path.unlink(missing_ok=True)
+        return
+    ordered = sorted(failures, key=lambda failure: failure.row)
+    write_atomic(path, "".join(json.dumps(asdict(failure)) + "\n" for failure in ordered))
+
+
+def failures_path(out: Path) -> Path:
+    """Where the prompts without (all their) answers are listed: line, row, reason, answered turns."""
+    return out.with_name(out.name + ".failed.jsonl")
+
+
+def _finished(out: Path, log: RowLog, made_with: dict[str, Any]) -> Counts | None:
+    """The counts of ``out`` if it is already the result of this call. What came from anything else is not touched."""
+    if not out.exists() and not len(log):
+        return None
+    meta = meta_path(out)
     there = json.loads(meta.read_text(encoding="utf-8")) if meta.exists() else {}
     found, wanted = there.get("made_with", {}), json.loads(_dump(made_with))
     different = sorted(key for key in wanted if found.get(key) != wanted[key])
@@ -164,30 +204,65 @@ def _is_complete(out: Path, meta: Path, made_with: dict[str, Any]) -> bool:
             f"regenerate: {out} holds rows made with another {', '.join(different)} (see {meta.name}). Move it away, "
             "or write to another file."
         )
-    return out.exists() and there["complete"] is True
+    return Counts(**there["counts"]) if out.exists() and there["complete"] is True else None
 
 
-def _write_failures(out: Path, failures: list[Failure]) -> None:
-    path = out.with_name(out.name + ".failed.jsonl")
-    if not failures:
-        path.unlink(missing_ok=True)
-        return
-    ordered = sorted(failures, key=lambda failure: failure.row)
-    write_atomic(path, "".join(json.dumps(asdict(failure)) + "\n" for failure in ordered))
+# -- provenance -------------------------------------------------------------------------------------------------------
 
 
-def _versions() -> dict[str, str]:
+def _header(
+    prompts: Path,
+    limit: int | None,
+    target: FrozenTarget,
+    renderer: ChatRenderer,
+    sampling: SamplingSpec,
+    max_new_tokens: int,
+) -> dict[str, Any]:
+    """``made_with`` is all that an answer depends on: contents, not names of files and models. The rest is to read."""
     return {
-        "dflash_lightning": dflash_lightning.__version__,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
+        "made_with": {
+            "prompts": {"sha256": file_digest(prompts), "limit": limit},
+            "target": {"digest": target.facts.digest, "dtype": str(target.dtype).removeprefix("torch.")},
+            "chat_template": {
+                "sha256": hashlib.sha256(target.chat_template_text.encode()).hexdigest(),
+                "kwargs": renderer.kwargs,
+            },
+            "sampling": {"labels": "greedy" if sampling.greedy else "sampled", **asdict(sampling)},
+            "max_new_tokens": max_new_tokens,
+        },
+        "target": {"name": target.facts.name, "revision": target.facts.revision},
+        "prompts": prompts.name,
+        "versions": {
+            "dflash_lightning": dflash_lightning.__version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": platform.python_version(),
+        },
     }
-
-
-def _sha256(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
 
 
 def _dump(content: dict[str, Any]) -> str:
     return json.dumps(content, indent=2) + "\n"
+
+
+# -- what the user sees -----------------------------------------------------------------------------------------------
+
+
+class _Meter:
+    """The rate of tokens at the end of a bar of rows, kept fresh while a long batch is decoded; lines above the bar."""
+
+    def __init__(self, bar: tqdm[Any]) -> None:
+        self._bar = bar
+        self._tokens = 0
+        self._begin = self._next = time.perf_counter()
+
+    def tokens(self, count: int) -> None:
+        self._tokens += count
+        now = time.perf_counter()
+        if now >= self._next:
+            self._bar.set_postfix_str(f"{self._tokens / max(now - self._begin, 1e-9):.0f} tokens/s")
+            self._next = now + 1.0
+
+    def say(self, line: str) -> None:
+        if not self._bar.disable:
+            self._bar.write(f"regenerate: {line}", file=sys.stderr)

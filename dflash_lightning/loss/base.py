@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from typing import ClassVar
 
 from jaxtyping import Float
 from torch import Tensor
@@ -20,8 +21,12 @@ class LossTerm(Component, ABC, axis=True):
     a mean, and ignores every slot that is not ``layout.valid``, whatever the view returns there. ``denominator`` is
     computed from counts over all ranks and the whole accumulation window, so the gradient does not depend on how a
     batch is split.
+
+    ``needs_samples`` says that the term estimates an expectation over what the target *draws*. Greedy responses would
+    bias it without a sign, so they are refused.
     """
 
+    needs_samples: ClassVar[bool] = False
     coefficient: float
     view: str
 

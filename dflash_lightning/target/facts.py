@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from dflash_lightning.target.families import embedding_scale, rope_settings, setting
 from dflash_lightning.types import TargetFacts
@@ -63,7 +63,7 @@ def make_facts(
         hidden_act=get(config, "hidden_act", "hidden_activation", "activation_function", default="silu"),
         rms_norm_eps=get(config, "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", default=1e-6),
         rope_parameters=rope_settings(config),
-        max_positions=get(config, "max_position_embeddings", default=1 << 20),
+        max_positions=max_positions(config),
         embedding_scale=embedding_scale(config),
         bos_token_id=config.bos_token_id if tokenizer is None else tokenizer.bos_token_id,
         eos_token_ids=stop_ids,
@@ -90,11 +90,18 @@ def _digest(model: nn.Module, facts: TargetFacts, samples: int = 16) -> str:
     return digest.hexdigest()
 
 
-def find_stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
+def find_stop_ids(
+    config: PretrainedConfig, generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase | None
+) -> tuple[int, ...]:
     """Every id that ends a generation: what generation config, model config and tokenizer name, united."""
-    named = [model.generation_config.eos_token_id if model.generation_config is not None else None]
-    named += [model.config.eos_token_id, None if tokenizer is None else tokenizer.eos_token_id]
+    named = [generation.eos_token_id if generation is not None else None]
+    named += [config.eos_token_id, None if tokenizer is None else tokenizer.eos_token_id]
     found: set[int] = set()
     for entry in named:
         found.update(entry if isinstance(entry, list) else [] if entry is None else [entry])
     return tuple(sorted(found))
+
+
+def max_positions(config: PretrainedConfig) -> int:
+    """The longest row that the model was made for; very many where its configuration names no bound."""
+    return setting(config, "max_position_embeddings", default=1 << 20)

@@ -16,6 +16,7 @@ from dflash_lightning.ops.plain_mode import plain_mode
 from dflash_lightning.target import families
 from dflash_lightning.target.facts import check_layer_ids, find_stop_ids, make_facts
 from dflash_lightning.target.masks import is_packed, packed_mask
+from dflash_lightning.target.text import TargetText
 from dflash_lightning.target.trunk import Trunk
 from dflash_lightning.types import FeatureSpec, TargetFeatures
 
@@ -41,7 +42,7 @@ class FrozenTarget:
         self.model = model.requires_grad_(False).eval()
         self.tokenizer = tokenizer
         self.anatomy = families.find_anatomy(model, name)
-        self.stop_ids = find_stop_ids(model, tokenizer)
+        self.stop_ids = find_stop_ids(model.config, model.generation_config, tokenizer)
         self.facts = make_facts(model, tokenizer, name=name, revision=revision, stop_ids=self.stop_ids)
         self._trunks: dict[FeatureSpec, Trunk] = {}
 
@@ -71,12 +72,15 @@ class FrozenTarget:
         return LanguageHead(head.weight, head.bias, scale=scale, softcap=softcap)
 
     @property
+    def text(self) -> TargetText:
+        """What reading data needs of it."""
+        facts = self.facts
+        return TargetText(facts.name, self.tokenizer, self.stop_ids, facts.vocab_size, facts.max_positions)
+
+    @property
     def chat_template_text(self) -> str:
         """Source of the tokenizer's chat template; empty without one."""
-        template = None if self.tokenizer is None else self.tokenizer.chat_template
-        if isinstance(template, dict):
-            return "\n".join(template.values())
-        return template or ""
+        return self.text.chat_template
 
     def to(self, device: torch.device | str) -> FrozenTarget:
         """Move the weights."""

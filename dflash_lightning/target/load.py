@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 from huggingface_hub import hf_hub_download
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from dflash_lightning.files import PACKAGE_PREFIX, find_file
+from dflash_lightning.target.facts import find_stop_ids, max_positions
 from dflash_lightning.target.families import check_family, check_structure
 from dflash_lightning.target.frozen import FrozenTarget, check_one_device
 from dflash_lightning.target.gguf import cached_folder, check_gguf_extra, dequantise, is_complete, read
+from dflash_lightning.target.text import TargetText
 
 DTYPES = ("float32", "bfloat16", "float16", "auto")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -74,31 +76,76 @@ def load_target(
     return target
 
 
+def load_text(source: str, *, revision: str | None = None, trust_remote_code: bool = False) -> TargetText:
+    """Tokenizer and sizes of the target at ``source`` (see ``load_target``), without its weights.
+
+    A GGUF file is dequantised the first time, as ``load_target`` does.
+
+    Raises:
+        ValueError: nothing is there, an optional package is missing, or the family cannot be a target.
+    """
+    where, remote = locate(source), {"revision": revision, "trust_remote_code": trust_remote_code}
+    if where.gguf_file:
+        check_gguf_extra(where.name)
+        kept = _kept_copy(where)
+        where, remote = (_local(where), {"gguf_file": where.gguf_file}) if kept is None else (kept, {})
+    config = _read_config(where, remote)
+    check_family(config, where.name)
+    tokenizer = AutoTokenizer.from_pretrained(where.location, **remote) if _has_tokenizer(where) else None
+    generation = _read_generation(where, {key: remote[key] for key in ("revision",) if key in remote})
+    stop_ids = find_stop_ids(config, generation, tokenizer)
+    return TargetText(source, tokenizer, stop_ids, config.vocab_size, max_positions(config))
+
+
+def _read_generation(where: Source, remote: dict[str, Any]) -> GenerationConfig | None:
+    """The target's generation config; null where it has none, as for most GGUF files."""
+    try:
+        return GenerationConfig.from_pretrained(where.location, **remote)
+    except OSError:
+        return None
+
+
+def _has_tokenizer(where: Source) -> bool:
+    """A local folder may hold a model alone: pretokenised data need no tokenizer."""
+    folder = Path(where.location)
+    return where.gguf_file is not None or not folder.is_dir() or any((folder / f).exists() for f in _TOKENIZER_FILES)
+
+
 def _load_folder(where: Source, remote: dict[str, Any], keywords: dict[str, Any]) -> tuple[Any, Any]:
     """Model and tokenizer of a local folder or hub repository."""
     config = _read_config(where, remote)
     check_family(config, where.name)
     check_structure(config, where.name)
     model = AutoModelForCausalLM.from_pretrained(where.location, config=config, **remote, **keywords)
-    folder = Path(where.location)
-    if folder.is_dir() and not any((folder / file).exists() for file in _TOKENIZER_FILES):
-        return model, None  # pretokenised data need none
-    return model, AutoTokenizer.from_pretrained(where.location, **remote)
+    return model, AutoTokenizer.from_pretrained(where.location, **remote) if _has_tokenizer(where) else None
 
 
 def _load_gguf(where: Source, keywords: dict[str, Any]) -> tuple[Any, Any]:
     """Model and tokenizer of a GGUF file, by way of the dequantised copy where that can be kept."""
     check_gguf_extra(where.name)
+    kept = _kept_copy(where)
+    if kept is not None:
+        return _load_folder(kept, {}, keywords)
     file = where.local_file()
-    where = Source(where.name, str(file.parent), file.name)
+    return read(file, _read_config(_local(where), {"gguf_file": file.name}), **keywords)
+
+
+def _kept_copy(where: Source) -> Source | None:
+    """The dequantised copy of a GGUF file, made now if it is not there; null where it cannot be kept."""
+    file = where.local_file()
     folder = cached_folder(file)
     if not is_complete(folder):
-        config = _read_config(where, {"gguf_file": file.name})
+        config = _read_config(_local(where), {"gguf_file": file.name})
         check_family(config, where.name)
         check_structure(config, where.name)
         if not dequantise(file, config, folder):
-            return read(file, config, **keywords)
-    return _load_folder(Source(where.name, str(folder)), {}, keywords)
+            return None
+    return Source(where.name, str(folder))
+
+
+def _local(where: Source) -> Source:
+    file = where.local_file()
+    return Source(where.name, str(file.parent), file.name)
 
 
 def locate(source: str) -> Source:

@@ -7,6 +7,7 @@ import shutil
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import torch
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from dflash_lightning.target import FrozenTarget, load_target
+from dflash_lightning.target import FrozenTarget, TargetText, load_target, load_text
 from dflash_lightning.target import gguf as gguf_module
 from dflash_lightning.target.families import check_family, check_structure
 from dflash_lightning.types import FeatureSpec
@@ -59,6 +60,37 @@ def test_a_folder_without_tokenizer_gives_a_target_without_one(tmp_path: Path, m
     target = load_target(str(tmp_path))
     assert target.tokenizer is None and target.facts.num_tokens == 0 and target.chat_template_text == ""
     assert target.model.config._attn_implementation == "eager"  # the family's default: GPT-OSS has no sdpa
+
+
+def same_text(one: TargetText, other: TargetText) -> bool:
+    """Equal but for being two tokenizer objects."""
+    ids = [None if text.tokenizer is None else text.tokenizer.encode("<|im_start|>so be it") for text in (one, other)]
+    return replace(one, tokenizer=None) == replace(other, tokenizer=None) and ids[0] == ids[1]
+
+
+def test_text_of_a_target_is_loaded_without_its_weights(
+    folder: Path, make_tiny_model: Callable, byte_tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same stop ids too: the generation config knows one that neither model config nor tokenizer names."""
+    model = make_tiny_model("qwen3")
+    model.generation_config.eos_token_id = [259, 260]
+    model.save_pretrained(folder)
+    expected = load_target(str(folder)).text
+    assert expected.stop_ids == (259, 260) and expected.chat_template == byte_tokenizer.chat_template
+    assert (expected.vocab_size, expected.max_positions, expected.name) == (272, 512, str(folder))
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *a, **kw: pytest.fail("weights were asked for"))
+    assert same_text(load_text(str(folder)), expected)
+    (folder / "generation_config.json").unlink()
+    assert load_text(str(folder)).stop_ids == (259,)
+
+
+def test_text_of_a_target_without_tokenizer_has_none(tmp_path: Path, make_tiny_model: Callable) -> None:
+    make_tiny_model("qwen3").save_pretrained(tmp_path)
+    text = load_text(str(tmp_path))
+    assert text.tokenizer is None and text.chat_template == "" and text.stop_ids == (259,)
+    with pytest.raises(ValueError, match="no model could be read at"):
+        (tmp_path / "config.json").unlink()
+        load_text(str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -242,6 +274,7 @@ def test_a_gguf_file_is_dequantised_once_and_then_read_from_the_cache(
     monkeypatch.setattr(gguf_module, "read", lambda *args, **kw: pytest.fail("the GGUF file was read again"))
     again = load_target(str(gguf_file))
     assert again.facts == first.facts
+    assert same_text(load_text(str(gguf_file)), first.text)
     assert again.tokenizer.encode("hello") == first.tokenizer.encode("hello")
     first.model.save_pretrained(tmp_path / "saved")  # no quantization is left that would forbid it
     assert "quantization_config" not in json.loads((tmp_path / "saved/config.json").read_text())
@@ -256,6 +289,8 @@ def test_a_cache_that_cannot_be_written_costs_a_warning_only(gguf_file: Path, tm
     with pytest.warns(UserWarning, match=r"cannot be kept in .*Set XDG_CACHE_HOME"):
         direct = load_target(str(gguf_file))
     assert direct.facts == expected.facts
+    with pytest.warns(UserWarning, match="cannot be kept in"):
+        assert same_text(load_text(str(gguf_file)), expected.text)
     assert torch.equal(direct.embed(torch.arange(9)), expected.embed(torch.arange(9)))
 
 

@@ -75,7 +75,9 @@ def run(target: FrozenTarget, folder: Path, *, devices: int, accumulate: int, pr
         accumulate_grad_batches=accumulate,
         callbacks=[recorder, evaluation],
     )
-    trainer.fit(module, datamodule=tools.make_data(target, str(path), packing=False))
+    # Ranks also share one cache of features, so what they make of it together is what the target gives on the fly.
+    cache = {} if devices == 1 else {"cache_features": "disk", "features_folder": str(folder / "features")}
+    trainer.fit(module, datamodule=tools.make_data(target, str(path), packing=False, **cache))
     return {"gradients": recorder.gradients, "logged": recorder.logged, "decoding": evaluation.history}
 
 

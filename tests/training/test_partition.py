@@ -36,7 +36,8 @@ def results(make_target, byte_tokenizer, tmp_path_factory) -> dict[str, dict]:
         env=environment, cwd=folder, capture_output=True, text=True, timeout=400,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return {"alone": alone, "ranks": torch.load(folder / "result.pt", weights_only=True)}
+    shards = sorted(path.name for path in folder.glob("features/*/*"))
+    return {"alone": alone, "ranks": torch.load(folder / "result.pt", weights_only=True), "shards": shards}
 
 
 def test_two_ranks_make_the_gradients_of_one_process(results):
@@ -48,6 +49,11 @@ def test_two_ranks_make_the_gradients_of_one_process(results):
             scale = gradient.abs().max()
             assert scale > 0
             assert (gradient - ranks[step][name]).abs().max() <= tolerance * scale, (step, name)
+
+
+def test_two_ranks_share_one_cache_of_features(results):
+    """One shard: the first rank makes it, the second waits for it and reads it."""
+    assert results["shards"] == ["features-00000000.safetensors", "key.json"]
 
 
 def test_logged_numbers_are_the_same(results):

@@ -1,0 +1,43 @@
+"""What an argument's text means; needs nothing heavy, so that ``--help`` answers at once."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+
+def count(text: str) -> int:
+    """A whole number from 1."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+    return value
+
+
+def mapping(text: str) -> dict[str, Any]:
+    """A JSON object, or ``key=value`` pairs divided by commas; a value that is no JSON is text."""
+    if text.lstrip().startswith("{"):
+        try:
+            return dict(json.loads(text))
+        except json.JSONDecodeError as error:
+            raise argparse.ArgumentTypeError(f"{text!r} is not JSON ({error.msg})") from None
+    pairs = [pair.partition("=") for pair in text.split(",")]
+    if not all(key and equals for key, equals, _ in pairs):
+        raise argparse.ArgumentTypeError(f'{text!r} is neither key=value nor a JSON object, {{"key": value}}')
+    return {key: _json_or_text(value) for key, _, value in pairs}
+
+
+def _json_or_text(value: str) -> Any:
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError:
+        return value
+
+
+def ids(text: str) -> list[int]:
+    """Token ids divided by commas."""
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of token ids: write 1,2,3") from None

@@ -1,0 +1,255 @@
+"""``dflash inspect``: rows as training will see them, the account that training prints, and what does not fit."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from dflash_lightning.commands.inspect_against import ServerIds
+from dflash_lightning.commands.inspect_text import TokenTable
+from dflash_lightning.data import load_prompts
+from dflash_lightning.data.documents import DataSummary, DocumentMaker, RowOutcome
+from dflash_lightning.data.inspection import BlockAccount, PromptOverlap, supervised_text, training_rows
+from dflash_lightning.data.process import TrainingRows
+from dflash_lightning.data.sources import Source
+from dflash_lightning.recipe import RecipeError, list_faults, load_recipe, make_target
+from dflash_lightning.recipe_load import RECIPE_FILE, recipe_names
+from dflash_lightning.recipe_make import make
+from dflash_lightning.target import TargetText, load_text
+
+_PIPE_WIDTH = 120  # columns where the output is no terminal
+_READ_BY = "dflash_lightning.data.DraftData"
+_LOADED_BY = "dflash_lightning.target.load_target"
+
+
+def inspect(args: argparse.Namespace) -> int:
+    """Show every row, then the account; the status is 1 where training would refuse the data, or ids differ.
+
+    The rows go through the very objects that training makes of the same settings; only the tokenizer is loaded.
+
+    Raises:
+        ValueError: the settings have faults, or a file as a whole cannot be read.
+    """
+    tree = _settings(args)
+    text = _open_text(tree["target"])
+    if not is_recipe(args.data) and not _sets_length(args):
+        tree["data"]["max_length"] = min(tree["data"]["max_length"], text.max_positions)
+    rows = training_rows(tree["data"])
+    rows.processing.check_target(text)
+    maker = rows.processing.maker(text)
+    blocks = BlockAccount(make(tree["block"]))
+    overlaps = [PromptOverlap(name, load_prompts(name), maker.renderer) for name in _evaluation_files(args, tree)]
+    server = None if args.against is None else ServerIds(args.against, _only_file(rows.sources))
+    show = _JsonRows(text) if args.json else _TextRows(args, text)
+    for outcome in _outcomes(maker, rows.sources, progress=args.json and sys.stderr.isatty()):
+        for number, document in enumerate(outcome.documents):
+            anchors = blocks.add(document, outcome.copies)
+            show.document(outcome, number, anchors)
+            for overlap in overlaps:
+                overlap.see(document)
+            if server is not None and (difference := server.compare(outcome.line, number, document, show.decode)):
+                show.note(f"{outcome.file}:{outcome.line}: {difference}")
+        if outcome.dropped is not None:
+            show.dropped(outcome)
+            if server is not None:
+                server.skip(outcome.line)
+    sys.stdout.flush()
+    rows.add_provenance(maker.summary, None)
+    refusals = _refusals(rows, maker.summary)
+    lines = maker.summary.lines()
+    if maker.summary.kept:
+        lines += [*blocks.lines(), *(line for overlap in overlaps for line in overlap.lines())]
+    lines += [] if server is None else server.lines()
+    print(*lines, *(f"  training would stop: {refusal}" for refusal in refusals), sep="\n", file=sys.stderr)
+    return 1 if refusals or (server is not None and server.differing) else 0
+
+
+def _outcomes(maker: DocumentMaker, sources: Sequence[Source], *, progress: bool) -> Iterator[RowOutcome]:
+    for source in sources:
+        yield from maker.outcomes(source, progress=progress)
+
+
+def _refusals(rows: TrainingRows, summary: DataSummary) -> list[str]:
+    """Why training would not begin with these rows."""
+    if not summary.kept:
+        return ["no row can be used" if summary.read else f"{', '.join(summary.sources)} holds no rows"]
+    found = []
+    for check in (
+        rows.processing.check_used,
+        partial(DataSummary.check_bad, max_bad_rows=rows.max_bad_rows, rejected=None),
+    ):
+        try:
+            check(summary)
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+# -- settings ---------------------------------------------------------------------------------------------------------
+
+
+def is_recipe(data: str) -> bool:
+    """A run folder, a YAML file, or the name of a shipped recipe where there is no such file."""
+    path = Path(data).expanduser()
+    if path.exists():
+        return path.suffix in (".yaml", ".yml") or (path / RECIPE_FILE).exists()
+    return data in recipe_names()
+
+
+def _settings(args: argparse.Namespace) -> dict[str, Any]:
+    """The recipe's data, block and target; for a data file those of the dflash recipe.
+
+    Raises:
+        RecipeError: these parts have faults; what else is open in a recipe does not matter here.
+    """
+    recipe = is_recipe(args.data)
+    if not recipe and args.target is None:
+        raise ValueError(f"--target: {args.data} is a data file, which belongs to no target. Give --target.")
+    target = [] if args.target is None else [f"target={args.target}"]
+    cfg = load_recipe(args.data if recipe else "dflash", [*target, *args.overrides])
+    if not recipe:
+        cfg.data.train = args.data
+    _apply_options(cfg, args)
+    needed = ("data", "block", "target", "seed")
+    faults = [fault for fault in list_faults(cfg) if fault.where.partition(".")[0] in needed]
+    if faults:
+        raise RecipeError(faults, args.data)
+    if cfg.data._target_ != _READ_BY:
+        raise ValueError(
+            f"data._target_: {cfg.data._target_} reads its rows in a way of its own, which is not known here. "
+            f"Inspect data of {_READ_BY}."
+        )
+    tree = {key: OmegaConf.to_container(cfg[key], resolve=True) for key in ("data", "block", "target")}
+    tree["data"] = {key: value for key, value in tree["data"].items() if key != "_target_"}  # type: ignore[union-attr]
+    tree["callbacks"] = _resolvable(cfg.get("callbacks"))
+    return tree
+
+
+def _apply_options(cfg: DictConfig, args: argparse.Namespace) -> None:
+    given = {
+        "data.max_length": args.max_length,
+        "data.supervise": args.supervise,
+        "data.chat_template_kwargs": args.chat_template_kwargs,
+        "data.limit": args.limit,
+        "block.block_size": args.block_size,
+    }
+    for key, value in given.items():
+        if value is not None:
+            OmegaConf.update(cfg, key, value, merge=False)
+
+
+def _sets_length(args: argparse.Namespace) -> bool:
+    return args.max_length is not None or any(text.startswith("data.max_length=") for text in args.overrides)
+
+
+def _resolvable(callbacks: Any) -> dict[str, str]:
+    """Prompt files of the callbacks, by callback; those that the recipe leaves open are left out."""
+    found = {}
+    for name, node in (callbacks or {}).items():
+        if isinstance(node, DictConfig) and "prompts" in node and not OmegaConf.is_missing(node, "prompts"):
+            found[str(name)] = str(node.prompts)
+    return found
+
+
+def _evaluation_files(args: argparse.Namespace, tree: dict[str, Any]) -> list[str]:
+    return list(dict.fromkeys([*tree["callbacks"].values(), *args.eval]))
+
+
+def _only_file(sources: Sequence[Source]) -> str:
+    """The name of the one file that the data are; ids of a server are matched with it line by line."""
+    files = [str(file) for source in sources for file in source.files()]
+    if len(files) != 1:
+        raise ValueError(f"--against: the data are {len(files)} files, but ids are matched by line. Inspect one file.")
+    return files[0]
+
+
+def _open_text(node: dict[str, Any]) -> TargetText:
+    """Without weights where the target is loaded in the usual way."""
+    if node["_target_"] != _LOADED_BY:
+        return make_target(node).text
+    known = {key: node[key] for key in ("revision", "trust_remote_code") if key in node}
+    return load_text(node["source"], **known)
+
+
+# -- output -----------------------------------------------------------------------------------------------------------
+
+
+class _Rows:
+    """Where rows are written: to standard output, and nothing else goes there."""
+
+    def __init__(self, text: TargetText) -> None:
+        self.tokenizer = text.tokenizer
+
+    def decode(self, ids: list[int]) -> str:
+        """Text of some ids; of a target without tokenizer, the ids."""
+        if self.tokenizer is None:
+            return str(ids)
+        return str(self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def document(self, outcome: RowOutcome, number: int, anchors: list[int]) -> None: ...
+
+    def dropped(self, outcome: RowOutcome) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+
+class _JsonRows(_Rows):
+    """One JSON object a line; ``row`` counts the documents of a line from 0."""
+
+    def document(self, outcome: RowOutcome, number: int, anchors: list[int]) -> None:
+        document, tokenizer = outcome.documents[number], self.tokenizer
+        row = {
+            "line": outcome.line,
+            "row": number,
+            "input_ids": document.ids.tolist(),
+            "loss_mask": document.mask.astype(int).tolist(),
+            "supervised_text": None if tokenizer is None else supervised_text(document, tokenizer),
+            "anchors": anchors,
+        }
+        print(json.dumps(row))
+
+    def dropped(self, outcome: RowOutcome) -> None:
+        print(json.dumps({"line": outcome.line, "dropped": outcome.dropped}))
+
+    def note(self, text: str) -> None:
+        print(text, file=sys.stderr)
+
+
+class _TextRows(_Rows):
+    """Ids, texts and mask one under the other; supervised text in green in a terminal."""
+
+    def __init__(self, args: argparse.Namespace, text: TargetText) -> None:
+        super().__init__(text)
+        coloured = args.color == "always" or (
+            args.color == "auto" and sys.stdout.isatty() and "NO_COLOR" not in os.environ
+        )
+        width = shutil.get_terminal_size((_PIPE_WIDTH, 24)).columns if sys.stdout.isatty() else _PIPE_WIDTH
+        self._table = TokenTable(None if text.tokenizer is None else self.decode, width=width, coloured=coloured)
+
+    def document(self, outcome: RowOutcome, number: int, anchors: list[int]) -> None:
+        document, total = outcome.documents[number], int(outcome.documents[number].mask.sum())
+        which = f", document {number + 1} of {len(outcome.documents)}" if len(outcome.documents) > 1 else ""
+        repeated = f", used {outcome.copies} times per epoch" if outcome.copies > 1 else ""
+        first = int(document.mask.argmax())
+        print(
+            f"{outcome.file}:{outcome.line}{which}: {len(document)} tokens, {total} supervised "
+            f"({100 * total / len(document):.1f} %), the first at {first}: "
+            f"{self.decode([int(document.ids[first])])!r}, {len(anchors)} places for blocks{repeated}"
+        )
+        print(*self._table.lines(document), sep="\n")
+        print()
+
+    def dropped(self, outcome: RowOutcome) -> None:
+        print(f"{outcome.file}:{outcome.line}: dropped: {outcome.dropped}\n")
+
+    def note(self, text: str) -> None:
+        print(f"{text}\n")
