@@ -19,7 +19,7 @@ class DraftConfig(PretrainedConfig):
     ``target_layer_ids`` are 0-based decoder layers of the target (id ``i`` is the output of layer ``i``). ``is_causal``
     ``None`` means by layer type, as z-lab's code does: sliding layers are causal inside a block, full layers see the
     whole block. ``draft_vocab_size`` ``None`` means the whole target vocabulary; otherwise the model holds the ids in a
-    buffer. ``components`` names the conditioning, drafter and head: ``{"head": {"name": "marginal", "settings": {}}}``.
+    buffer. ``chat_template_kwargs`` is what prompts are rendered with, as training rows were. ``components`` names the conditioning, drafter and head: ``{"head": {"name": "marginal", "settings": {}}}``.
     ``target`` identifies the model the drafter was made for: name, revision, digest, vocab_size.
     """
 
@@ -52,6 +52,7 @@ class DraftConfig(PretrainedConfig):
         draft_vocab_size: int | None = None,
         components: dict[str, dict[str, Any]] | None = None,
         target: dict[str, Any] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
         self.hidden_size = hidden_size
@@ -77,6 +78,7 @@ class DraftConfig(PretrainedConfig):
         self.draft_vocab_size = draft_vocab_size
         self.components = components if components is not None else {}
         self.target = target if target is not None else {}
+        self.chat_template_kwargs = chat_template_kwargs if chat_template_kwargs is not None else {}
         super().__init__(**kwargs)
 
     @property
