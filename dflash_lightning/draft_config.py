@@ -19,7 +19,8 @@ class DraftConfig(PretrainedConfig):
     ``target_layer_ids`` are 0-based decoder layers of the target (id ``i`` is the output of layer ``i``). ``is_causal``
     ``None`` means by layer type, as z-lab's code does: sliding layers are causal inside a block, full layers see the
     whole block. ``draft_vocab_size`` ``None`` means the whole target vocabulary; otherwise the model holds the ids in a
-    buffer. ``chat_template_kwargs`` is what prompts are rendered with, as training rows were. ``components`` names the conditioning, drafter and head: ``{"head": {"name": "marginal", "settings": {}}}``.
+    buffer. ``components`` names the conditioning, drafter and head: ``{"head": {"name": "marginal", "settings": {}}}``.
+    ``chat_template_kwargs`` are what prompts are rendered with, as training rows were.
     ``target`` identifies the model the drafter was made for: name, revision, digest, vocab_size.
     """
 
