@@ -54,17 +54,22 @@ def make_draft_config(
         label_layout=block.label_layout,
         mask_token_id=mask_token_id,
         components={"conditioning": _describe(conditioning), "drafter": _describe(drafter), "head": _describe(head)},
-        target={
-            "name": facts.name,
-            "revision": facts.revision,
-            "digest": facts.digest,
-            "model_type": facts.model_type,
-            "vocab_size": facts.vocab_size,
-            "embedding_scale": facts.embedding_scale,
-        },
+        target=identify(facts),
     )
     check_config(config)
     return config
+
+
+def identify(facts: TargetFacts) -> dict[str, Any]:
+    """``DraftConfig.target``: which model a drafter was made for."""
+    return {
+        "name": facts.name,
+        "revision": facts.revision,
+        "digest": facts.digest,
+        "model_type": facts.model_type,
+        "vocab_size": facts.vocab_size,
+        "embedding_scale": facts.embedding_scale,
+    }
 
 
 def check_config(config: DraftConfig) -> None:
