@@ -75,6 +75,8 @@ def make_parser() -> argparse.ArgumentParser:
     _add_report(commands)
     _add_generate(commands)
     _add_regenerate(commands)
+    _add_export(commands)
+    _add_check(commands)
     _add_show(commands)
     _add_recipes(commands)
     return parser
@@ -206,6 +208,44 @@ stopped when the same command is given again."""
     _add_device_arguments(parser)
 
 
+def _add_export(commands: _Commands) -> None:
+    text = """\
+Write a drafter as a folder that another program serves: config.json and weights as that program reads them, a replay
+to check any engine against, and a model card. What a format cannot hold is refused before anything is written.
+
+  hf            transformers' generate(), with a modelling file of its own (trust_remote_code)
+  zlab          z-lab's dflash package
+  sglang        SGLang's DFLASH
+  vllm          vLLM's method "dflash"
+  speculators   the speculators library and vLLM; the only one that holds a reduced draft vocabulary"""
+    parser = _add(commands, "export", _export, "write a drafter for a server", text)
+    parser.add_argument("--draft", required=True, metavar="PATH", help=_DRAFT_HELP)
+    parser.add_argument("--target", metavar="T", help=f"{_TARGET_HELP}; default: the target the drafter was made for")
+    parser.add_argument("--format", required=True, choices=["hf", "zlab", "sglang", "vllm", "speculators"])
+    parser.add_argument("--out", required=True, metavar="DIR", help="folder to write; it must not exist")
+    parser.add_argument("--replace", action="store_true", help="replace DIR if it exists")
+    parser.add_argument(
+        "--weights", choices=["bfloat16", "float32"], default="bfloat16", help="dtype to write; default: %(default)s"
+    )
+    parser.add_argument("--prompts", metavar="FILE", help="JSONL for the replay; default: the run's, or a few of ours")
+    parser.add_argument("--max-new-tokens", type=_count, default=48, metavar="N", help="replayed; default: %(default)s")
+    _add_device_arguments(parser)
+
+
+def _add_check(commands: _Commands) -> None:
+    text = """\
+Load an exported folder as its consumer would, draft its replay again, compare logits, drafts and committed tokens, and
+say in words what differs. Where logits differ, single faults (RoPE, layer ids off by one, causality, attention scale,
+mask id, norms, dtype ...) are tried, and the one that brings the recorded logits out is named. With --observed the
+faults are those of an engine: a JSON file {"prompts": [{"prompt_ids": [..], "draft_ids": [..], "logits": [[..]]}]} of
+what it drafted for the replay's prompts (logits are optional). The exit status is 1 when anything differs."""
+    parser = _add(commands, "check", _check_export, "hold an exported folder to its replay", text)
+    parser.add_argument("folder", metavar="DIR", help="a folder that dflash export wrote")
+    parser.add_argument("--target", metavar="T", help=f"{_TARGET_HELP}; default: the one that the replay names")
+    parser.add_argument("--observed", metavar="FILE", help="what an engine drafted for the replay's prompts")
+    _add_device_arguments(parser)
+
+
 def _add_show(commands: _Commands) -> None:
     text = "Print the recipe with every value resolved. Saved to a file, it reruns to the same run."
     _add_recipe_arguments(_add(commands, "show", _show, "print the resolved recipe", text))
@@ -271,6 +311,18 @@ def _regenerate(args: argparse.Namespace) -> int:
     from dflash_lightning.commands.regenerate import regenerate
 
     return regenerate(args)
+
+
+def _export(args: argparse.Namespace) -> int:
+    from dflash_lightning.commands.export import export
+
+    return export(args)
+
+
+def _check_export(args: argparse.Namespace) -> int:
+    from dflash_lightning.commands.check import check_export
+
+    return check_export(args)
 
 
 def _show(args: argparse.Namespace) -> int:

@@ -29,6 +29,8 @@ class FoundDraft:
     @property
     def chat_template_kwargs(self) -> dict[str, Any]:
         """What the drafter's training rows were rendered with; prompts must be rendered alike."""
+        if not self.recipe:  # an exported folder says so itself
+            return self.model.config.chat_template_kwargs
         return self.recipe.get("data", {}).get("chat_template_kwargs") or {}
 
 
