@@ -166,6 +166,7 @@ class DraftModel(PreTrainedModel):
         norm before the target's language head.
         """
         depth = self.config.num_target_layers
+        assert depth is not None, "only a drafter made for a target starts from it"
         layers = self.drafter.warm_start_layers(depth)
         if layers:
             self.drafter.warm_start([layer_state(i) for i in layers], final_norm=final_norm)
