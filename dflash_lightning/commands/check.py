@@ -32,6 +32,6 @@ def describe(outcome: Outcome, folder: str, exported: Exported) -> str:
     lines = [f"{head}: {'OK' if outcome.passed else 'DIFFERS'}"]
     lines += [f"  FAULT  {fault}" for fault in outcome.faults]
     lines += [f"  note   {note}" for note in outcome.notes]
-    if outcome.diagnosis is not None:
-        lines.append(f"  CAUSE  {outcome.diagnosis.words}")
+    if outcome.cause is not None:
+        lines.append(f"  CAUSE  {outcome.cause[1]}")
     return "\n".join(lines)

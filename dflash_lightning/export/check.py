@@ -80,16 +80,29 @@ def _read_json(folder: Path, name: str) -> dict[str, Any]:
 
 @dataclass
 class Outcome:
-    """What a check found: ``faults`` make it a failure, ``notes`` do not."""
+    """What a check found: ``faults`` make it a failure, ``notes`` do not.
+
+    ``changed`` maps the name of a fault that only the weights themselves can show to words for it.
+    """
 
     format: str
     faults: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    changed: dict[str, str] = field(default_factory=dict)
     diagnosis: Diagnosis | None = None
 
     @property
     def passed(self) -> bool:
         return not self.faults
+
+    @property
+    def cause(self) -> tuple[str, str] | None:
+        """Name and words of what is behind it: a single fault that was tried, else what became of the weights."""
+        if self.diagnosis is not None and self.diagnosis.fault is not None:
+            return self.diagnosis.fault.name, self.diagnosis.words
+        if self.changed:
+            return next(iter(self.changed.items()))
+        return None if self.diagnosis is None else ("unknown", self.diagnosis.words)
 
 
 def check(exported: Exported, target: FrozenTarget, observed: list[RecordedPrompt] | None = None) -> Outcome:
@@ -99,7 +112,8 @@ def check(exported: Exported, target: FrozenTarget, observed: list[RecordedPromp
     if outcome.faults:
         return outcome  # nothing that follows would mean anything
     outcome.faults += [*_unlike_spellings(exported), *_wrong_dtype(exported)]
-    outcome.notes += _changed_tensors(exported)
+    outcome.changed = _changed_tensors(exported)
+    outcome.faults += outcome.changed.values()
     try:
         conventions = exported.exporter.read(exported.raw)
     except ValueError as error:
@@ -157,18 +171,23 @@ def _wrong_dtype(exported: Exported) -> Iterator[str]:
         yield f"dtype: config.json states {stated}, but the tensors are {' and '.join(found)}"
 
 
-def _changed_tensors(exported: Exported) -> Iterator[str]:
+def _changed_tensors(exported: Exported) -> dict[str, str]:
+    """What became of the weights since the export, by the name of the fault."""
     was, now = exported.replay.tensors, digests(exported.tensors)
-    common = was.keys() & now.keys()
-    changed = sorted(name for name in common if was[name][0] != now[name][0])
+    missing = sorted(name for name in was.keys() - now.keys() if "norm" in name)
+    changed = sorted(name for name in was.keys() & now.keys() if was[name][0] != now[name][0])
     rounded = [name for name in changed if was[name][1] == now[name][1]]
+    others = [name for name in changed if name not in rounded]
+    ones = [name for name in others if "norm" in name and bool((exported.tensors[name] == 1).all())]
+    found = {}
+    if missing or ones:
+        gone = f"{_listed(missing)} missing" if missing else f"every gain of {_listed(ones)} is 1, as if never loaded"
+        found["norm_missing"] = f"norm without its weights: {gone}"
     if rounded:
-        yield f"dtype: {len(rounded)} of {len(was)} tensors are stored in another precision than they were exported in"
-    if others := [name for name in changed if name not in rounded]:
-        ones = [name for name in others if bool((exported.tensors[name] == 1).all())]
-        yield f"{len(others)} of {len(was)} tensors are not those exported: {_listed(others)}"
-        if ones:
-            yield f"norm: every gain of {_listed(ones)} is 1, as if it had not been loaded"
+        found["dtype"] = f"dtype: {len(rounded)} of {len(was)} tensors were cast since the export"
+    if others:
+        found["weights"] = f"{len(others)} of {len(was)} tensors are not those exported: {_listed(others)}"
+    return found
 
 
 def _listed(names: list[str], limit: int = 6) -> str:
@@ -178,8 +197,7 @@ def _listed(names: list[str], limit: int = 6) -> str:
 def _wrong_tensors(weights: Mapping[str, Tensor], conventions: Conventions) -> Iterator[str]:
     expected = conventions.shapes()
     if missing := sorted(expected.keys() - weights.keys()):
-        norms = [name for name in missing if "norm" in name]
-        yield f"{'norm: ' if norms else ''}tensors are missing: {_listed(missing)}"
+        yield f"tensors are missing: {_listed(missing)}"
     if unexpected := sorted(weights.keys() - expected.keys()):
         yield f"tensors that the consumer does not know: {_listed(unexpected)}"
     for name in sorted(expected.keys() & weights.keys()):
@@ -236,6 +254,7 @@ def _replay(
     faults = plausible_faults(
         stated,
         exported.raw,
+        num_drafts=len(prompts[0].draft_ids),
         num_layers=target.facts.num_layers,
         mask_ids=_mask_candidates(exported.raw, target),
         embedding_scale=target.facts.embedding_scale,

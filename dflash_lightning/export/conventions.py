@@ -64,6 +64,10 @@ class Conventions:
     def num_layers(self) -> int:
         return len(self.causal)
 
+    @property
+    def num_drafts(self) -> int:
+        return self.block_size - self.first_slot
+
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Names and shapes of all tensors: z-lab's, 3 + 11 per layer."""
         width, inner, head = self.hidden_size, self.intermediate_size, self.head_dim

@@ -56,12 +56,22 @@ def candidate_layer_ids(conventions: Conventions, num_layers: int) -> tuple[int,
 
 
 def plausible_faults(
-    c: Conventions, raw: Mapping[str, Any], *, num_layers: int, mask_ids: Mapping[int, str], embedding_scale: float
+    c: Conventions,
+    raw: Mapping[str, Any],
+    *,
+    num_drafts: int,
+    num_layers: int,
+    mask_ids: Mapping[int, str],
+    embedding_scale: float,
 ) -> Iterator[Fault]:
     """Readings to try, the likeliest first.
 
-    ``mask_ids`` are token ids that somebody may have taken for the mask, with what they are.
+    ``num_drafts`` is how many were recorded, ``num_layers`` the target's depth. ``mask_ids`` are token ids that
+    somebody may have taken for the mask, with what they are.
     """
+    if num_drafts != c.num_drafts:
+        words = f"blocks of {num_drafts + c.first_slot} slots instead of {c.block_size}"
+        yield Fault("block_size", words, c.but(block_size=num_drafts + c.first_slot))
     yield from _rope(c, raw)
     for shift in (1, -1):
         ids = tuple(i + shift for i in c.layer_ids)
@@ -168,22 +178,25 @@ def _norms(c: Conventions) -> Iterator[Fault]:
             yield Fault("norm_eps", f"rms_norm_eps {eps:g} instead of {c.eps:g}", c.but(eps=eps))
 
 
-def logit_error(replayer: Replayer, drafting: Drafting) -> float:
+def logit_error(replayer: Replayer, drafting: Drafting, *, give_up_at: float = float("inf")) -> float:
     """Largest difference of a recorded logit, as a share of their standard deviation (the worst prompt's).
 
-    Where a prompt has no logits (an engine that gives none) the drafts that differ are counted instead.
+    Where a prompt has no logits (an engine that gives none) the drafts that differ are counted instead. Prompts that
+    follow one that is worse than ``give_up_at`` are not looked at.
     """
     worst = 0.0
     for number, prompt in enumerate(replayer.prompts):
+        if worst > give_up_at:
+            break
         if not prompt.logits:
             drafts = replayer.draft_ids(drafting, number)
             differing = sum(a != b for a, b in zip(drafts, prompt.draft_ids, strict=False))
             worst = max(worst, float(differing + abs(len(drafts) - len(prompt.draft_ids))))
             continue
         recorded = torch.tensor(prompt.logits)
-        found = replayer.recorded_columns(drafting, number)
-        if found.shape != recorded.shape:  # another block size: nothing to compare
+        if len(recorded) != drafting.conventions.num_drafts:
             return float("inf")
+        found = replayer.recorded_columns(drafting, number)
         error = ((found - recorded).abs().max() / recorded.std().clamp_min(1e-6)).item()
         worst = max(worst, error if error == error else float("inf"))
     return worst
@@ -197,7 +210,7 @@ def diagnose(
     best, best_error = None, float("inf")
     for fault in faults:
         tried = {k: v.bfloat16().float() for k, v in weights.items()} if fault.rounded else weights
-        found = logit_error(replayer, Drafting(tried, fault.conventions))
+        found = logit_error(replayer, Drafting(tried, fault.conventions), give_up_at=best_error)
         if found < best_error:
             best, best_error = fault, found
     named = best if best is not None and best_error <= tolerance and best_error < 0.5 * error else None

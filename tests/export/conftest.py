@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dflash_lightning.block import Anchored
-from dflash_lightning.export import export
+from dflash_lightning.export import FORMATS, export
 from dflash_lightning.model import DraftModel
 from dflash_lightning.ops.lm_head import LabelLogProb
 from dflash_lightning.target import FrozenTarget
@@ -56,7 +56,7 @@ def fitted(
 ) -> tuple[FrozenTarget, DraftModel]:
     """A tiny Qwen3 and a drafter of two layers fitted to it; read, never changed."""
     target = make_target("qwen3")
-    return target, fit(target, make_draft(target, init_std=0.05, target_layer_ids=[1, 2]), steps=60)
+    return target, fit(target, make_draft(target, init_std=0.05, target_layer_ids=[1, 2]), steps=25)
 
 
 @pytest.fixture(scope="session")
@@ -70,3 +70,9 @@ def write(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         return folder
 
     return make
+
+
+@pytest.fixture(scope="session")
+def exports(fitted: tuple[FrozenTarget, DraftModel], write: Callable[..., Path]) -> dict[str, Path]:
+    """``fitted`` in every format, in float32: read, never changed."""
+    return {name: write(*fitted, name) for name in FORMATS}
