@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,18 @@ class HFExporter(Exporter):
         }
 
     def files(self, draft_config: DraftConfig, facts: ExportFacts) -> dict[str, str]:
-        return {SOURCE.name: SOURCE.read_text(encoding="utf-8")}
+        target = facts.target
+        generation = {
+            "speculation_type": "dflash",
+            "do_sample": False,
+            "bos_token_id": target.bos_token_id,
+            "eos_token_id": list(target.eos_token_ids) or None,
+            "pad_token_id": target.pad_token_id,
+        }
+        return {
+            SOURCE.name: SOURCE.read_text(encoding="utf-8"),
+            "generation_config.json": json.dumps(generation, indent=2) + "\n",
+        }
 
     def serve_command(self, draft_config: DraftConfig, target: str, folder: str) -> str:
         return (

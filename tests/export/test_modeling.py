@@ -10,7 +10,7 @@ from textwrap import dedent
 
 import pytest
 import torch
-from transformers import AutoModel
+from transformers import AutoModel, GenerationConfig
 
 from dflash_lightning.export import modeling_dflash_lightning as carried
 from dflash_lightning.export.hf import SOURCE
@@ -114,6 +114,23 @@ def test_a_folder_loads_with_trust_remote_code_in_a_process_without_the_package(
 
 def test_the_package_itself_is_used_where_it_is_imported(exports):
     assert type(AutoModel.from_pretrained(exports["hf"])) is DraftModel
+
+
+def test_the_generation_config_of_a_folder_asks_for_drafts(fitted, exports):
+    """Greedy, with the target's stop tokens; ids are those of the replay."""
+    target, folder = fitted[0], exports["hf"]
+    draft, settings = AutoModel.from_pretrained(folder), GenerationConfig.from_pretrained(folder)
+    assert settings.speculation_type == "dflash" and settings.eos_token_id == [259]
+    replay = json.loads((folder / "replay.json").read_text())["prompts"][0]
+    ids = torch.tensor([replay["prompt_ids"]])
+    output = target.model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        assistant_model=draft,
+        generation_config=settings,
+        max_new_tokens=24,
+    )
+    assert output[0, ids.shape[1] :].tolist() == replay["output_ids"]
 
 
 def test_a_reduced_vocabulary_is_refused_by_the_carried_file():
