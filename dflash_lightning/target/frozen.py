@@ -115,8 +115,8 @@ class FrozenTarget:
         for what, rows in made_for.get("rows", {}).items():
             if strange := strange_rows(weights[what], rows):
                 raise ValueError(
-                    f"draft: made for {name} with an {what} of its own (rows {strange} differ from those of "
-                    f"{self.facts.name}), but drafters here use the target's. Give the target it was made for."
+                    f"draft: made for {name}, whose {what} is not that of {self.facts.name} (rows {strange} differ), "
+                    "but drafters use their target's. Give the target it was made for."
                 )
         own = {"logit_scale": self.lm.scale, "logit_softcap": self.lm.softcap}
         for what, ours in own.items():
