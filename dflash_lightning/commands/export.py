@@ -10,7 +10,7 @@ from typing import Any
 from dflash_lightning.commands.drafts import FoundDraft, find_draft, open_target_of
 from dflash_lightning.commands.report import REPORT_FILE
 from dflash_lightning.data import load_prompts, render_prompt
-from dflash_lightning.export import FORMATS
+from dflash_lightning.export import FORMATS, serving
 from dflash_lightning.export import export as write_export
 from dflash_lightning.run import file_digest
 from dflash_lightning.target import FrozenTarget
@@ -41,8 +41,10 @@ def export(args: argparse.Namespace) -> int:
         report=_report_of(draft),
         replace=args.replace,
     )
-    print(f"written to {folder} ({args.format}, {args.weights}). To serve it:\n")
-    print(FORMATS[args.format].serve_command(draft.model.config, target.facts.name, str(folder)))
+    command, note = serving(FORMATS[args.format], draft.model.config, target.facts.name, str(folder))
+    print(f"written to {folder} ({args.format}, {args.weights}). To serve it:\n\n{command}")
+    if note:
+        print(f"\n{note}")
     return 0
 
 

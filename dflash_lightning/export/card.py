@@ -8,6 +8,7 @@ from typing import Any
 
 from dflash_lightning.draft_config import DraftConfig
 from dflash_lightning.export.base import Exporter, ExportFacts
+from dflash_lightning.files import PACKAGE_PREFIX
 
 # What was done with each format where this package is tested; nothing is claimed beyond it.
 VERIFIED = (
@@ -27,7 +28,7 @@ def model_card(
     """Markdown with front matter; the table has measured numbers only."""
     target = facts.target.name
     language = "python" if exporter.name == "hf" else "bash"
-    command = exporter.serve_command(config, target, folder)
+    command, note = serving(exporter, config, target, folder)
     parts = [
         _front_matter(facts),
         f"# DFlash drafter for {target}\n",
@@ -38,6 +39,7 @@ def model_card(
         "is of no use with another target.\n",
         _vocabulary(config),
         f"## Serving with {exporter.consumer}\n\n```{language}\n{command}\n```\n",
+        note and f"{note}\n",
         _rendering(facts),
         f"## Measured\n\n{_measured(report)}\n",
         f"## Checked\n\n{VERIFIED.format(consumer=exporter.consumer, read_in=exporter.read_in)}\n",
@@ -45,6 +47,17 @@ def model_card(
         f"`dflash check {folder} --target {target}` holds this folder to it, and says what differs.\n",
     ]
     return "\n".join(part for part in parts if part)
+
+
+def serving(exporter: Exporter, config: DraftConfig, target: str, folder: str) -> tuple[str, str]:
+    """The command that serves an export, and what to know before typing it (mostly nothing).
+
+    A target inside a Python package, or in a GGUF file, is none that servers load: the command then says TARGET.
+    """
+    if not target.startswith(PACKAGE_PREFIX) and not target.endswith(".gguf"):
+        return exporter.serve_command(config, target, folder), ""
+    note = f"TARGET stands for the model of {target}, in a form that {exporter.consumer} loads."
+    return exporter.serve_command(config, "TARGET", folder), note
 
 
 def _front_matter(facts: ExportFacts) -> str:

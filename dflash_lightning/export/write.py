@@ -137,4 +137,6 @@ def _json(tree: Any, *, indent: int | None = 2) -> str:
 def _write(folder: Path, tensors: Mapping[str, Tensor], files: Mapping[str, str]) -> None:
     for name, text in files.items():
         (folder / name).write_text(text, encoding="utf-8")
-    save_file(dict(tensors), folder / "model.safetensors", metadata={"format": "pt"})
+    weights = folder / "model.safetensors"
+    save_file(dict(tensors), weights, metadata={"format": "pt"})
+    weights.chmod((folder / "config.json").stat().st_mode)  # safetensors lets nobody else read, servers included

@@ -172,6 +172,7 @@ def test_a_folder_that_is_there_is_replaced_only_when_that_is_asked_for(tmp_path
     write_module.export(make_draft(tiny_target), tiny_target, tmp_path / "out", replace=True, **arguments)
     names = {"README.md", "config.json", "model.safetensors", "replay.json"}
     assert {file.name for file in (tmp_path / "out").iterdir()} == names
+    assert len({file.stat().st_mode for file in (tmp_path / "out").iterdir()}) == 1, "readable by some only"
     assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
 
 

