@@ -112,6 +112,9 @@ def lift_settings(raw: Mapping[str, Any]) -> dict[str, Any]:
         rope["rope_theta"] = flat
     elif flat is not None and flat != rope["rope_theta"]:
         _warn_conflict("rope_theta", flat, "rope_parameters.rope_theta", rope["rope_theta"])
+    partial = settings.pop("partial_rotary_factor", None)
+    if partial is not None:
+        rope.setdefault("partial_rotary_factor", partial)
     if rope["rope_theta"] is not None:
         settings["rope_parameters"] = {"rope_type": rope.pop("type", "default"), **rope}
     return settings

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -31,13 +32,15 @@ def file_names(model: torch.nn.Module) -> dict[str, str]:
 
     ``conditioning.fc.weight`` is saved as ``fc.weight``. What ``torch.compile`` puts in front of a module is left out.
     """
-    names = {}
-    for key in model.state_dict():
-        name = key.replace(COMPILED, "")
-        part = next((part for part in PARTS if name.startswith(part)), "")
-        names[key] = name.removeprefix(part)
+    names = {key: _file_name(key) for key in model.state_dict()}
     assert len(set(names.values())) == len(names), "two parts save a tensor under one name"
     return names
+
+
+def _file_name(key: str) -> str:
+    name = key.replace(COMPILED, "")
+    part = next((part for part in PARTS if name.startswith(part)), "")
+    return name.removeprefix(part)
 
 
 def read_draft_config(folder: str | Path, **hub: Any) -> DraftConfig:
@@ -89,23 +92,28 @@ def load_draft_weights(
     with without_load_report():  # the faults are listed here, and extras are no fault
         model, info = load(str(path), *args, config=config, **kwargs)
     extras = {*source.copies, *(VOCABULARY_MAPS if source.maps_vocabulary else ())} & {*info["unexpected_keys"]}
-    filled = {"draft_vocab"} if extras.issuperset({"d2t"}) else set()
-    faults = {
-        "missing": sorted(names.get(key, key) for key in {*info["missing_keys"]} - filled),
-        "unexpected": sorted(names.get(key, key) for key in {*info["unexpected_keys"]} - extras),
-        "of another shape": sorted(f"{names.get(key, key)} {a} != {b}" for key, a, b in info["mismatched_keys"]),
-    }
-    if any(faults.values()):
-        stated = "; ".join(f"{kind}: {found}" for kind, found in faults.items() if found)
-        raise ValueError(
-            f"{path}: the weights are not those of the drafter that {CONFIG_FILE} describes ({stated}). "
-            f"{explain_tensors(faults['unexpected'])}"
-            "The file belongs to another kind or version of drafter; nothing was loaded."
-        )
+    _check_loaded(info, extras, str(path))
     if extras:
         take_extras(model, read_tensors(path, sorted(extras), **hub), str(path))
     model._weight_conversions = []  # saving renames by ``file_names``, not by transformers' record of this load
     return (model, info) if want_info else model
+
+
+def _check_loaded(info: Mapping[str, Any], extras: AbstractSet[str], where: str) -> None:
+    """Refuse tensors that are missing, unexpected or misshapen, but for ``extras`` and what they will fill."""
+    filled = {"draft_vocab"} if "d2t" in extras else set()
+    faults = {
+        "missing": sorted(_file_name(key) for key in {*info["missing_keys"]} - filled),
+        "unexpected": sorted(_file_name(key) for key in {*info["unexpected_keys"]} - extras),
+        "of another shape": sorted(f"{_file_name(key)} {a} != {b}" for key, a, b in info["mismatched_keys"]),
+    }
+    if any(faults.values()):
+        stated = "; ".join(f"{kind}: {found}" for kind, found in faults.items() if found)
+        raise ValueError(
+            f"{where}: the weights are not those of the drafter that {CONFIG_FILE} describes ({stated}). "
+            f"{explain_tensors(faults['unexpected'])}"
+            "The file belongs to another kind or version of drafter; nothing was loaded."
+        )
 
 
 def _key_mapping(names: Mapping[str, str], source: Source) -> dict[str, str]:

@@ -81,27 +81,31 @@ def adopt_settings(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
     _refuse_methods(raw, settings, where)
     if settings.get("target_layer_ids") is None:
         raise ValueError(_no_layer_ids(settings, where))
+    _refuse_last_layer(settings, where)
     _warn_unknown(raw)
-    target = dict(settings.get("target") or {}) | _logit_settings(settings, where)
-    kept = {key: value for key, value in settings.items() if key in _FIELDS | _SPECIAL}
+    kept = {key: value for key, value in settings.items() if key in _FIELDS | _SPECIAL and value is not None}
     if source is not ZLAB:  # a format that has no field for it
         kept.setdefault("num_target_layers", None)
     if source is TRANSFORMERS:
         kept |= {"vocab_size": None, "is_causal": False}
     if "Qwen3DFlashDraftModel" in (raw.get("architectures") or ()):  # NeMo's: bidirectional, whatever the layer type
         kept.setdefault("is_causal", False)
-    if kept.get("target_hidden_size") is None:
-        kept["target_hidden_size"] = kept.get("hidden_size", 0)
-    if kept.get("head_dim") is None:  # any other size does not fit the tensors
+    kept.setdefault("target_hidden_size", kept.get("hidden_size", 0))
+    if "head_dim" not in kept:  # any other size does not fit the tensors
         kept["head_dim"] = 128 if settings.get("model_type") == "qwen3" else _divided(kept)
-    kept |= _windows(settings, source, where)
-    ids = kept["target_layer_ids"]
-    components = {
+    stated = settings.get("target")  # exports of ours say which target they are for
+    kept["target"] = (dict(stated) if isinstance(stated, Mapping) else {}) | _logit_settings(settings, where)
+    return {**kept, **_windows(settings, source, where), "components": _components(kept)}
+
+
+def _components(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The parts that every supported drafter of another program is made of."""
+    ids = settings["target_layer_ids"]
+    return {
         "conditioning": {"name": "kv_injection", "settings": {"target_layer_ids": ids, "num_features": len(ids)}},
-        "drafter": {"name": "block_transformer", "settings": {"num_layers": kept.get("num_hidden_layers", 0)}},
+        "drafter": {"name": "block_transformer", "settings": {"num_layers": settings.get("num_hidden_layers", 0)}},
         "head": {"name": "marginal", "settings": {}},
     }
-    return {**kept, "components": components, "target": target}
 
 
 def explain_tensors(names: Iterable[str]) -> str:
@@ -142,6 +146,17 @@ def _no_layer_ids(settings: Mapping[str, Any], where: str) -> str:
         f"{where}: config.json states no target_layer_ids, at the top level or in {NESTED!r}, so it is no drafter "
         f"known here (model_type {settings.get('model_type')!r}). {advice}"
     )
+
+
+def _refuse_last_layer(settings: Mapping[str, Any], where: str) -> None:
+    """The one layer whose output programs take differently; files of ours are known by their target's digest."""
+    ids, depth = settings["target_layer_ids"], settings.get("num_target_layers")
+    if depth is not None and depth - 1 in ids and "digest" not in (settings.get("target") or ()):
+        raise ValueError(
+            f"{where}: target_layer_ids {ids} names the target's last layer ({depth - 1}). z-lab's package and "
+            "transformers take its output after the final norm, others before it, so it is open what the drafter was "
+            "trained on. Nothing was loaded."
+        )
 
 
 def _warn_unknown(raw: Mapping[str, Any]) -> None:
@@ -195,9 +210,7 @@ def _of_speculators(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
     layers = raw.get("transformer_layer_config") or {}
     settings = lift_settings(layers)
     for key in ("block_size", "mask_token_id", "target_hidden_size", "draft_vocab_size"):
-        settings[key] = raw.get(key, 0 if key == "block_size" else None)
-    if settings["mask_token_id"] is None:
-        settings["mask_token_id"] = -1  # refused by its name, with everything else that is missing
+        settings[key] = raw.get(key)
     ids = raw.get("aux_hidden_state_layer_ids")
     if ids is not None and min(ids, default=1) < 1:
         raise ValueError(

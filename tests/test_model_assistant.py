@@ -102,3 +102,10 @@ def test_a_reduced_vocabulary_is_refused(tiny_target, make_draft):
     draft = make_draft(tiny_target, draft_vocab_size=5)
     with pytest.raises(ValueError, match="knows 5 of 272 tokens"):
         greedy(tiny_target, assistant_model=draft, speculation_type="dflash")
+
+
+def test_a_drafter_that_reads_the_last_layer_is_refused(tiny_target, make_draft):
+    """transformers has that layer's output after the final norm only, with which drafts would just be bad."""
+    draft = make_draft(tiny_target, target_layer_ids=[3, 1])
+    with pytest.raises(ValueError, match=r"last layer \(3\).*final norm"):
+        greedy(tiny_target, assistant_model=draft, speculation_type="dflash")
