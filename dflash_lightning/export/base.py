@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -75,6 +76,7 @@ class Exporter(ABC):
     holds_reduced_vocabulary: ClassVar[bool] = False
     holds_anchor_first: ClassVar[bool] = False
     activations: ClassVar[tuple[str, ...]] = ("silu",)
+    carries: ClassVar[tuple[Path, ...]] = ()  # files of ours that are copied into the folder
     spellings: ClassVar[tuple[tuple[str, ...], ...]]
 
     def limits(self, config: DraftConfig, facts: ExportFacts) -> list[str]:
@@ -106,7 +108,7 @@ class Exporter(ABC):
 
     def files(self, draft_config: DraftConfig, facts: ExportFacts) -> dict[str, str]:
         """Further text files, by name."""
-        return {}
+        return {file.name: file.read_text(encoding="utf-8") for file in self.carries}
 
     @abstractmethod
     def serve_command(self, draft_config: DraftConfig, target: str, folder: str) -> str:
@@ -123,6 +125,16 @@ class Exporter(ABC):
     def read_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Tensors of a file under z-lab's names; the draft vocabulary, where there is one, as ``draft_vocab``."""
         return dict(tensors)
+
+
+def last_layer(config: DraftConfig, consumer: str) -> list[str]:
+    """A limit of consumers that read ``hidden_states``, whose last entry comes after the target's final norm."""
+    depth = config.num_target_layers
+    if depth is None or depth - 1 not in config.target_layer_ids:
+        return []
+    return [
+        f"it reads the output of the target's last layer ({depth - 1}), of which {consumer} has only the normed one"
+    ]
 
 
 COMPONENTS = {"conditioning": "kv_injection", "drafter": "block_transformer", "head": "marginal"}

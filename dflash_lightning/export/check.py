@@ -112,6 +112,12 @@ def check(exported: Exported, target: FrozenTarget, observed: list[RecordedPromp
     if outcome.faults:
         return outcome  # nothing that follows would mean anything
     outcome.faults += [*_unlike_spellings(exported), *_wrong_dtype(exported)]
+    for file in exported.exporter.carries:
+        copy = exported.folder / file.name
+        if not copy.is_file():
+            outcome.faults.append(f"{file.name} is missing, which {exported.exporter.consumer} runs")
+        elif copy.read_text(encoding="utf-8") != file.read_text(encoding="utf-8"):
+            outcome.notes.append(f"{file.name} is not the one that this version writes; it was not run here")
     outcome.changed = _changed_tensors(exported)
     outcome.faults += outcome.changed.values()
     try:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_lightning.draft_config import NESTED, DraftConfig
-from dflash_lightning.export.base import Exporter, ExportFacts
+from dflash_lightning.export.base import Exporter, ExportFacts, last_layer
 from dflash_lightning.export.conventions import ACTIVATIONS, Conventions
 from dflash_lightning.model import check_config
 
@@ -27,6 +27,7 @@ class HFExporter(Exporter):
     read_in = "transformers 5.24.0 (generation/candidate_generator.py)"
     holds_anchor_first = True
     activations = tuple(ACTIVATIONS)
+    carries = (SOURCE,)
     spellings = (
         ("block_size", f"{NESTED}.block_size"),
         ("target_layer_ids", f"{NESTED}.target_layer_ids"),
@@ -40,6 +41,9 @@ class HFExporter(Exporter):
         ("auto_map.AutoConfig",),
         ("auto_map.AutoModel",),
     )
+
+    def limits(self, config: DraftConfig, facts: ExportFacts) -> list[str]:
+        return super().limits(config, facts) + last_layer(config, self.consumer)
 
     def config(self, draft_config: DraftConfig, facts: ExportFacts) -> dict[str, Any]:
         shared = ("block_size", "mask_token_id", "target_layer_ids", "num_target_layers")
@@ -67,10 +71,7 @@ class HFExporter(Exporter):
             "eos_token_id": list(target.eos_token_ids) or None,
             "pad_token_id": target.pad_token_id,
         }
-        return {
-            SOURCE.name: SOURCE.read_text(encoding="utf-8"),
-            "generation_config.json": json.dumps(generation, indent=2) + "\n",
-        }
+        return super().files(draft_config, facts) | {"generation_config.json": json.dumps(generation, indent=2) + "\n"}
 
     def serve_command(self, draft_config: DraftConfig, target: str, folder: str) -> str:
         return (

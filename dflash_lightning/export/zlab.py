@@ -8,6 +8,7 @@ from typing import Any
 from transformers import Qwen3Config
 
 from dflash_lightning.draft_config import NESTED, DraftConfig
+from dflash_lightning.export.base import ExportFacts, last_layer
 from dflash_lightning.export.conventions import ACTIVATIONS, Conventions
 from dflash_lightning.export.qwen3_layout import Qwen3Layout, causal_by_layer_type, conventions_of, required, windows_of
 
@@ -19,6 +20,9 @@ class ZLabExporter(Qwen3Layout):
     consumer = "z-lab's dflash"
     read_in = "dflash 0.1.0 (model.py)"
     activations = tuple(ACTIVATIONS)
+
+    def limits(self, config: DraftConfig, facts: ExportFacts) -> list[str]:
+        return super().limits(config, facts) + last_layer(config, self.consumer)
 
     def read_layout(self, cfg: Qwen3Config, raw: Mapping[str, Any]) -> Conventions:
         settings = {**raw, **(raw.get(NESTED) or {})}

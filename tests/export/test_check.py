@@ -232,6 +232,16 @@ def test_a_vllm_offset_that_is_left_out_reads_one_layer_too_early(fitted, damage
     assert "target layers [1, 2] instead of [0, 1]" in outcome.cause[1]
 
 
+def test_a_modelling_file_that_is_missing_or_another_is_named(fitted, damaged):
+    exported = damaged("hf")
+    file = exported.folder / "modeling_dflash_lightning.py"
+    file.write_text(file.read_text() + "# edited\n")
+    outcome = check(exported, fitted[0])
+    assert outcome.passed and "is not the one that this version writes" in "".join(outcome.notes)
+    file.unlink()
+    assert any("modeling_dflash_lightning.py is missing" in fault for fault in check(exported, fitted[0]).faults)
+
+
 def test_two_faults_at_once_are_not_taken_for_one(fitted, damaged):
     def damage(raw: dict[str, Any]) -> None:
         set_everywhere(raw, rope_theta=1e6, **LAYER_IDS)

@@ -65,6 +65,15 @@ def test_the_carried_file_computes_what_the_package_computes(
         torch.testing.assert_close(b, a, rtol=0, atol=2e-5)
 
 
+def test_anchor_first_blocks_draft_a_token_per_slot(tiny_target, make_draft, write, monkeypatch):
+    draft = make_draft(tiny_target)
+    draft.config.label_layout = "anchor_first"
+    model = carried.DFlashDraftModel.from_pretrained(write(tiny_target, draft, "hf"))
+    ours, theirs = watch(draft, monkeypatch), watch(model, monkeypatch)
+    assert torch.equal(generate(tiny_target, draft), generate(tiny_target, model))
+    assert all(a.shape[1] == 5 and torch.allclose(a, b, rtol=0, atol=2e-5) for a, b in zip(ours, theirs, strict=True))
+
+
 def test_left_padding_is_hidden(tiny_target, make_draft, write):
     model = carried.DFlashDraftModel.from_pretrained(write(tiny_target, make_draft(tiny_target), "hf"))
     padded = torch.cat([torch.zeros(1, 3, dtype=torch.long), PROMPT], dim=1)
