@@ -30,8 +30,8 @@ _TENSORS_OF = {
     "prefix_gru.": "Domino",
     "embed_proj.": "Domino",
 }
-# What a nested block may hold besides the fields of ``DraftConfig``; ``_logit_settings`` and ``_refuse`` read it.
-_NESTED_TOO = {"input_embedding_scale", "output_multiplier", "final_logit_softcapping", *_SETTINGS_OF}
+# What a nested block may hold besides the fields of ``DraftConfig``; the functions below read it.
+_NESTED_TOO = {"causal", "input_embedding_scale", "output_multiplier", "final_logit_softcapping", *_SETTINGS_OF}
 _FIELDS = set(inspect.signature(DraftConfig.__init__).parameters) - {"self", "kwargs", "components", "target"}
 _SPECIAL = {"bos_token_id", "eos_token_id", "pad_token_id"}
 
@@ -88,6 +88,7 @@ def adopt_settings(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
         kept.setdefault("num_target_layers", None)
     if source is TRANSFORMERS:
         kept |= {"vocab_size": None, "is_causal": False}
+    kept |= _causality(raw, kept.get("is_causal"), where)
     if "Qwen3DFlashDraftModel" in (raw.get("architectures") or ()):  # NeMo's: bidirectional, whatever the layer type
         kept.setdefault("is_causal", False)
     kept.setdefault("target_hidden_size", kept.get("hidden_size", 0))
@@ -182,6 +183,18 @@ def _logit_settings(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
         "logit_softcap": settings.get("final_logit_softcapping"),
     }
     return {key: value for key, value in stated.items() if value is not None}
+
+
+def _causality(raw: Mapping[str, Any], is_causal: bool | None, where: str) -> dict[str, Any]:
+    """``is_causal``, which vLLM's exporters write as ``causal`` into the nested block."""
+    nested = (raw.get(NESTED) or {}).get("causal")
+    if nested is None:
+        return {} if is_causal is None else {"is_causal": is_causal}
+    if is_causal is not None and is_causal != nested:
+        raise ValueError(
+            f"{where}: config.json states is_causal={is_causal} and {NESTED}.causal={nested}. Make the two agree."
+        )
+    return {"is_causal": nested}
 
 
 def _windows(settings: Mapping[str, Any], source: Source, where: str) -> dict[str, Any]:

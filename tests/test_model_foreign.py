@@ -135,6 +135,15 @@ def test_nemos_sliding_layers_are_bidirectional_where_the_file_does_not_say(
     assert not same_drafts(draft, load_draft(write(draft, flat(draft))), make_layout)
 
 
+def test_causality_may_stand_in_the_nested_block(tiny_target, make_draft, make_layout, write):
+    draft = make_draft(tiny_target, is_causal=True)
+    config = nested(draft)
+    config["dflash_config"]["causal"] = True
+    assert same_drafts(draft, load_draft(write(draft, config)), make_layout)
+    with pytest.raises(ValueError, match=r"is_causal=False and dflash_config.causal=True. Make the two agree"):
+        load_draft(write(draft, config | {"is_causal": False}))
+
+
 def test_a_vocabulary_of_the_speculators_library_is_ours(tiny_target, make_draft, write):
     """``d2t`` is a distance: draft id 1 with distance 6 is token 7. The target's head comes along and is compared."""
     ids = torch.tensor([3, 7, 9, 100, 271])
@@ -199,22 +208,36 @@ def test_an_assistant_of_transformers_is_the_same_drafter(tmp_path, make_layout)
     torch.testing.assert_close(served, expected.last_hidden_state, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("layout", [flat, nested, speculators])
-def test_generate_decodes_with_a_folder_of_any_layout(
-    tmp_path, make_target, make_draft, fit, write, capsys, monkeypatch, layout
-):
-    """Its target's folder alone beside it, without a tokenizer: the same ids as plain decoding, in fewer rounds."""
-    target = make_target("llama")
-    target.model.save_pretrained(tmp_path / "target")
+@pytest.fixture(scope="module")
+def answered(tmp_path_factory, make_target, make_draft, fit):
+    """A target's folder, a drafter fitted to its answer to 3,7,5, and that answer of 40 tokens."""
+    target, folder = make_target("llama"), tmp_path_factory.mktemp("target")
+    target.model.save_pretrained(folder)
+    target.tokenizer.save_pretrained(folder)
     prompt = torch.tensor([[3, 7, 5]])
     text = target.model.generate(prompt, attention_mask=prompt * 0 + 1, do_sample=False, max_new_tokens=40)
-    draft = fit(make_draft(target, init_std=0.05), target, text[:, :30], prompt_length=3)
-    folder = write(draft, layout(draft))
+    return folder, fit(make_draft(target, init_std=0.05), target, text[:, :30], prompt_length=3), text[0, 3:].tolist()
+
+
+@pytest.mark.parametrize("layout", [flat, nested, speculators])
+def test_generate_decodes_with_a_folder_of_any_layout(answered, write, capsys, layout):
+    """The ids of plain decoding in fewer rounds."""
+    target, draft, output_ids = answered
     arguments = ["--prompt-ids", "3,7,5", "--max-new-tokens", "40", "--json", "--eager", "--device", "cpu"]
-    assert main(["generate", "--draft", str(folder), "--target", str(tmp_path / "target"), *arguments]) == 0
+    assert main(["generate", "--draft", str(write(draft, layout(draft))), "--target", str(target), *arguments]) == 0
     answer = json.loads(capsys.readouterr().out)
-    assert answer["output_ids"] == text[0, 3:].tolist()
+    assert answer["output_ids"] == output_ids
     assert 1 + sum(answer["committed"]) == 40 and max(answer["committed"]) == 4
+
+
+def test_evaluate_measures_a_folder_of_another_program(tmp_path, answered, write, capsys):
+    target, draft, _ = answered
+    (tmp_path / "prompts.jsonl").write_text('{"messages": [{"role": "user", "content": "Hi"}]}\n')
+    folder, report = write(draft, speculators(draft)), tmp_path / "report.json"
+    arguments = ["--prompts", str(tmp_path / "prompts.jsonl"), "--max-new-tokens", "8", "--eager", "--device", "cpu"]
+    files = ["--draft", str(folder), "--target", str(target), "--json", str(report)]
+    assert main(["evaluate", *files, *arguments]) == 0
+    assert json.loads(report.read_text())["draft"] == str(folder)
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------
