@@ -18,6 +18,7 @@ packages=(
   hs-connectors==0.9.0
   loguru==0.7.3
 )
+"$python" -c 'import sys; sys.exit("speculators and specforge need Python >= 3.11") if sys.version_info < (3, 11) else None'
 stamp=$folder/installed
 wanted="$("$python" -c 'import sys; print(sys.prefix, sys.version_info[:2])') ${packages[*]}"
 if [[ -f $stamp && "$(cat "$stamp")" == "$wanted" ]]; then
