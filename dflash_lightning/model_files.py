@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
 from transformers.utils import cached_file, logging
 
-from dflash_lightning.draft_config import NESTED, DraftConfig, lift_settings
+from dflash_lightning.draft_config import DraftConfig
+from dflash_lightning.model_foreign import OURS, Source, adopt_settings, explain_tensors, source_of
+from dflash_lightning.model_vocabulary import VOCABULARY_MAPS, take_extras
 
+CONFIG_FILE = "config.json"
 PARTS = ("conditioning.", "drafter.", "head.")
 COMPILED = "_orig_mod."
 
@@ -25,55 +32,43 @@ def file_names(model: torch.nn.Module) -> dict[str, str]:
 
     ``conditioning.fc.weight`` is saved as ``fc.weight``. What ``torch.compile`` puts in front of a module is left out.
     """
-    names = {}
-    for key in model.state_dict():
-        name = key.replace(COMPILED, "")
-        part = next((part for part in PARTS if name.startswith(part)), "")
-        names[key] = name.removeprefix(part)
+    names = {key: _file_name(key) for key in model.state_dict()}
     assert len(set(names.values())) == len(names), "two parts save a tensor under one name"
     return names
 
 
+def _file_name(key: str) -> str:
+    name = key.replace(COMPILED, "")
+    part = next((part for part in PARTS if name.startswith(part)), "")
+    return name.removeprefix(part)
+
+
 def read_draft_config(folder: str | Path, **hub: Any) -> DraftConfig:
-    """The configuration in ``folder`` (or in a hub repository); files of z-lab's layout get the parts they imply.
+    """The configuration in ``folder`` (or in a hub repository); other programs' files get the parts they imply.
 
     Raises:
-        ValueError: there is no config.json, or it is not a drafter's.
+        ValueError: there is no config.json, it is not a drafter's, or one of a method that is not supported.
     """
-    path = Path(folder) / "config.json"
+    return _make_config(_read_json(folder, **hub), folder)
+
+
+def _read_json(folder: str | Path, **hub: Any) -> dict[str, Any]:
+    path = Path(folder) / CONFIG_FILE
     if Path(folder).exists() and not path.is_file():
         raise ValueError(
-            f"{folder}: there is no config.json, so it holds no drafter. Give the folder of a saved drafter."
+            f"{folder}: there is no {CONFIG_FILE}, so it holds no drafter. Give the folder of a saved drafter."
         )
-    raw = json.loads(Path(str(cached_file(str(folder), "config.json", **hub))).read_text())
-    settings = lift_settings(raw)
-    if raw.get("model_type") != DraftConfig.model_type:
-        settings = _adopt(settings, folder)
-    return DraftConfig.from_dict(settings)
+    raw = json.loads(Path(str(cached_file(str(folder), CONFIG_FILE, **hub))).read_text())
+    assert isinstance(raw, dict)
+    return raw
 
 
-def _adopt(settings: Mapping[str, Any], folder: str | Path) -> dict[str, Any]:
-    """Settings of a z-lab style file as ours: the same fields, plus the parts that its weights belong to."""
-    if "target_layer_ids" not in settings:
-        raise ValueError(
-            f"{folder}: config.json states no target_layer_ids, at the top level or in {NESTED!r}, so it is no drafter "
-            f"known here (model_type {settings.get('model_type')!r}). Give a saved drafter's folder."
-        )
-    dropped = ("model_type", "architectures", "auto_map", "transformers_version", "dtype", "torch_dtype")
-    kept = {key: value for key, value in settings.items() if key not in dropped}
-    kept.setdefault("target_hidden_size", kept.get("hidden_size", 0))
-    if kept.get("head_dim") is None and kept.get("num_attention_heads"):
-        kept["head_dim"] = kept.get("hidden_size", 0) // kept["num_attention_heads"]
-    types = kept.get("layer_types") or []
-    if "sliding_attention" not in types:
-        kept["sliding_window"] = None
-    ids = kept["target_layer_ids"]
-    kept["components"] = {
-        "conditioning": {"name": "kv_injection", "settings": {"target_layer_ids": ids, "num_features": len(ids)}},
-        "drafter": {"name": "block_transformer", "settings": {"num_layers": kept.get("num_hidden_layers", 0)}},
-        "head": {"name": "marginal", "settings": {}},
-    }
-    return kept
+def _make_config(raw: Mapping[str, Any], folder: str | Path) -> DraftConfig:
+    settings = dict(raw) if source_of(raw) is OURS else adopt_settings(raw, str(folder))
+    try:
+        return DraftConfig.from_dict(settings)
+    except StrictDataclassError as error:
+        raise ValueError(f"{folder}: {CONFIG_FILE} contradicts itself ({error.__cause__}). Correct it.") from error
 
 
 def load_draft_weights(
@@ -84,30 +79,63 @@ def load_draft_weights(
     Raises:
         ValueError: tensors are missing, unexpected or of another shape; all of them are listed.
     """
+    hub = {key: kwargs[key] for key in ("revision", "cache_dir", "token", "local_files_only") if key in kwargs}
+    source = OURS
     if config is None:
-        hub = {key: kwargs[key] for key in ("revision", "cache_dir", "token", "local_files_only") if key in kwargs}
-        config = read_draft_config(path, **hub)
+        raw = _read_json(path, **hub)
+        source, config = source_of(raw), _make_config(raw, path)
     with torch.device("meta"):
         names = file_names(cls(config))
     want_info = kwargs.pop("output_loading_info", False)
-    # One pattern per first name ("fc", "layers", ..): `^fc\.` becomes `conditioning.fc.`.
-    renamed = {(own[: len(own) - len(name)], name.split(".")[0]) for own, name in names.items() if own != name}
-    mapping = {rf"^{first}\.": f"{part}{first}." for part, first in sorted(renamed)}
+    mapping = _key_mapping(names, source)
     kwargs |= {"key_mapping": mapping, "output_loading_info": True, "ignore_mismatched_sizes": True}
-    model, info = load(str(path), *args, config=config, **kwargs)
+    with without_load_report():  # the faults are listed here, and extras are no fault
+        model, info = load(str(path), *args, config=config, **kwargs)
+    extras = {*source.copies, *(VOCABULARY_MAPS if source.maps_vocabulary else ())} & {*info["unexpected_keys"]}
+    _check_loaded(info, extras, str(path))
+    if extras:
+        take_extras(model, read_tensors(path, sorted(extras), **hub), str(path))
+    model._weight_conversions = []  # saving renames by ``file_names``, not by transformers' record of this load
+    return (model, info) if want_info else model
+
+
+def _check_loaded(info: Mapping[str, Any], extras: AbstractSet[str], where: str) -> None:
+    """Refuse tensors that are missing, unexpected or misshapen, but for ``extras`` and what they will fill."""
+    filled = {"draft_vocab"} if "d2t" in extras else set()
     faults = {
-        "missing": sorted(names.get(key, key) for key in info["missing_keys"]),
-        "unexpected": sorted(names.get(key, key) for key in info["unexpected_keys"]),
-        "of another shape": sorted(f"{names.get(key, key)} {a} != {b}" for key, a, b in info["mismatched_keys"]),
+        "missing": sorted(_file_name(key) for key in {*info["missing_keys"]} - filled),
+        "unexpected": sorted(_file_name(key) for key in {*info["unexpected_keys"]} - extras),
+        "of another shape": sorted(f"{_file_name(key)} {a} != {b}" for key, a, b in info["mismatched_keys"]),
     }
     if any(faults.values()):
         stated = "; ".join(f"{kind}: {found}" for kind, found in faults.items() if found)
         raise ValueError(
-            f"{path}: the weights are not those of the drafter that config.json describes ({stated}). "
+            f"{where}: the weights are not those of the drafter that {CONFIG_FILE} describes ({stated}). "
+            f"{explain_tensors(faults['unexpected'])}"
             "The file belongs to another kind or version of drafter; nothing was loaded."
         )
-    model._weight_conversions = []  # saving renames by ``file_names``, not by transformers' record of this load
-    return (model, info) if want_info else model
+
+
+def _key_mapping(names: Mapping[str, str], source: Source) -> dict[str, str]:
+    """Patterns of names in the file, and what they become in the model: ``^fc\\.`` becomes ``conditioning.fc.``."""
+    parts = {name.split(".")[0]: own[: len(own) - len(name)] for own, name in names.items() if own != name}
+    mapping = {rf"^{first}\.": f"{part}{first}." for first, part in sorted(parts.items())}
+    for there, here in source.renamed.items():
+        mapping[rf"^{re.escape(there)}"] = f"{parts[here.split('.')[0]]}{here}"
+    return mapping
+
+
+def read_tensors(folder: str | Path, names: Sequence[str], **hub: Any) -> dict[str, Tensor]:
+    """The tensors ``names`` of a folder of safetensors, whichever of its files each is in."""
+    index = cached_file(str(folder), "model.safetensors.index.json", _raise_exceptions_for_missing_entries=False, **hub)
+    files = {name: "model.safetensors" for name in names}
+    if index is not None:
+        files = {name: json.loads(Path(str(index)).read_text())["weight_map"][name] for name in names}
+    found = {}
+    for name, file in files.items():
+        with safe_open(str(cached_file(str(folder), file, **hub)), "pt") as tensors:
+            found[name] = tensors.get_tensor(name)
+    return found
 
 
 @contextmanager
@@ -120,6 +148,17 @@ def without_progress_bars() -> Iterator[None]:
     finally:
         if shown:
             logging.enable_progress_bar()
+
+
+@contextmanager
+def without_load_report() -> Iterator[None]:
+    """transformers' table of missing and unexpected tensors off."""
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
 
 
 def write_folder(folder: str | Path, write: Callable[[Path], Any]) -> None:

@@ -14,6 +14,7 @@ from dflash_lightning.draft_config import DraftConfig
 from dflash_lightning.drafter import Drafter
 from dflash_lightning.head import DraftHead
 from dflash_lightning.model import DraftModel, load_draft, make_draft_config
+from dflash_lightning.model_config import identify
 from dflash_lightning.target import FrozenTarget, check_mask_token_id, choose_mask_token_id
 
 # What a recipe says about a drafter that another drafter's weights cannot follow.
@@ -22,6 +23,12 @@ GEOMETRY = (
     *("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps"),
     *("rope_parameters", "layer_types", "sliding_window", "is_causal"),
 )
+# Settings of a drafter that DraftConfig has under another name.
+_FIELD_OF = {
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "num_layers": "num_hidden_layers",
+}
 
 
 @dataclass(frozen=True)
@@ -81,7 +88,10 @@ class DraftPlan:
         )
 
     def _continue(self, folder: Path, target: FrozenTarget, used_ids: set[int]) -> DraftModel:
-        """The drafter in ``folder``: it decides what the recipe leaves open, and must agree with what it states."""
+        """The drafter in ``folder``: it decides what the recipe leaves open (null), and must agree with what it states.
+
+        What it says of its target is replaced by what this target is; its own settings stay as they are.
+        """
         with torch.device("cpu"):  # not where Lightning builds modules: transformers would take that as a device map
             model = load_draft(folder).train()
         theirs = model.config
@@ -93,13 +103,23 @@ class DraftPlan:
         if self.conditioning.target_layer_ids is None:
             self.conditioning.target_layer_ids = list(theirs.target_layer_ids)
         ours = self._config(target, mask_token_id, reduced)
-        pairs = {name: (getattr(ours, name), getattr(theirs, name)) for name in GEOMETRY}
+        drafter = self.drafter.settings()
+        if drafter.get("init_from_target"):
+            raise ValueError(
+                f"init_from: the drafter starts from {folder}, but drafter.init_from_target=true starts it from the "
+                "target's layers. Set drafter.init_from_target=false, or init_from=null."
+            )
+        open_settings = {_FIELD_OF.get(name, name) for name, value in drafter.items() if value is None}
+        pairs = {name: (getattr(ours, name), getattr(theirs, name)) for name in GEOMETRY if name not in open_settings}
         for axis, part in ours.components.items():
             pairs[axis] = part["name"], theirs.components.get(axis, {}).get("name")
         differing = [f"{name} is {a!r} in the recipe, {b!r} there" for name, (a, b) in pairs.items() if a != b]
         if differing:
             raise ValueError(
                 f"init_from: the drafter in {folder} is not the one the recipe describes ({'; '.join(differing)}). "
-                "Set these in the recipe to what the drafter has, or train from scratch."
+                "Set these in the recipe to what the drafter has (or to null, where that is allowed), or train from "
+                "scratch."
             )
+        theirs.num_target_layers, theirs.vocab_size = target.facts.num_layers, target.facts.vocab_size
+        theirs.target = identify(target.facts)
         return model

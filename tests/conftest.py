@@ -22,7 +22,7 @@ from dflash_lightning.drafter import BlockTransformer
 from dflash_lightning.head import MarginalHead
 from dflash_lightning.model import DraftModel, make_draft_config
 from dflash_lightning.target import FrozenTarget
-from dflash_lightning.types import BlockLayout
+from dflash_lightning.types import BlockLayout, Document
 
 VOCAB_SIZE = 272  # embedding rows: 256 bytes, 6 specials, 10 spare rows
 SPECIALS = ["<|pad|>", "<|bos|>", "<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|spare|>"]
@@ -225,6 +225,33 @@ def make_draft() -> Callable[..., DraftModel]:
         return model.eval()
 
     return make
+
+
+def fit_to(draft: DraftModel, target: FrozenTarget, ids: torch.Tensor, *, prompt_length: int) -> DraftModel:
+    """Teach ``draft`` the continuation in ``ids`` [1, S], one row from the target, so that many drafts are accepted.
+
+    Blocks at every other anchor or so are taught: some rounds then accept all drafts, some a few, some none.
+    """
+    text = ids[0]
+    document = Document(0, text, torch.arange(len(text)) >= prompt_length)
+    block = Anchored(block_size=draft.config.block_size, num_anchors=12)
+    layout = block.blocks(document, draft.alignment, seed=0, epoch=0)
+    positions, scored = torch.arange(len(text))[None], layout.scored
+    features = target.features(ids, positions, draft.required())
+    optimizer = torch.optim.Adam(draft.train().parameters(), lr=1e-2)
+    for _ in range(40):
+        hidden = draft.block_hidden(target.embed(layout.input_ids), layout, features, positions)
+        loss = torch.nn.functional.cross_entropy(target.lm.logits(hidden[scored]), layout.labels[scored])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return draft.eval()
+
+
+@pytest.fixture(scope="session")
+def fit() -> Callable[..., DraftModel]:
+    """``fit(draft, target, ids, prompt_length=)``: see ``fit_to``."""
+    return fit_to
 
 
 @pytest.fixture(params=FAMILIES)

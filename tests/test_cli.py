@@ -34,7 +34,7 @@ from dflash_lightning.module import DraftModule
 from dflash_lightning.target import reference
 
 ROOT = Path(__file__).parent.parent
-COMMANDS = ["fit", "evaluate", "report", "generate", "regenerate", "inspect", "show", "recipes"]
+COMMANDS = ["fit", "evaluate", "report", "generate", "regenerate", "inspect", "export", "check", "show", "recipes"]
 
 
 @pytest.fixture(scope="session")
@@ -103,7 +103,7 @@ def test_help_says_what_a_command_does(command: str, capsys: pytest.CaptureFixtu
 
 def test_module_is_the_command_and_help_loads_no_torch() -> None:
     code = (
-        "import sys; from dflash_lightning.cli import make_parser; make_parser().format_help(); "
+        "import sys; from dflash_lightning.commands.grammar import make_parser; make_parser().format_help(); "
         "print('torch' in sys.modules)"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
@@ -506,6 +506,23 @@ def test_report_measures_every_prompt_against_both_baselines(
     printed = capsys.readouterr().out
     assert "on 4 prompts, toys" in printed and figures["machine"]["cpu"] in printed
     assert "in-domain" not in printed
+
+
+def test_an_export_of_a_run_states_the_runs_report_if_it_is_of_the_same_checkpoint(
+    report_run: Path, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", str(report_run), *REPORT]) == 0
+    tau = json.loads((report_run / "report.json").read_text())["tau"]
+    export = ["export", "--draft", str(report_run), "--format", "sglang", "--max-new-tokens", "6", "--replace"]
+    assert main([*export, "--out", "exported"]) == 0
+    assert f"| tokens per round (tau), pooled | {tau:.2f} |" in Path("exported/README.md").read_text()
+    assert main(["check", "exported"]) == 0
+    replay = json.loads(Path("exported/replay.json").read_text())
+    assert len(replay["prompts"]) == 4, "the run's own evaluation prompts"
+    (report_run / "checkpoints" / "best.ckpt").write_bytes((report_run / "checkpoints" / "last.ckpt").read_bytes())
+    assert main([*export, "--out", "exported"]) == 0
+    assert "is of another checkpoint" in capsys.readouterr().out
+    assert "Nothing was measured" in Path("exported/README.md").read_text()
 
 
 def test_report_fails_below_the_smallest_tau_and_names_the_number(

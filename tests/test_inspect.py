@@ -14,7 +14,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from dflash_lightning.block import Anchored
-from dflash_lightning.cli import main, make_parser
+from dflash_lightning.cli import main
+from dflash_lightning.commands.grammar import make_parser
 from dflash_lightning.commands.inspect import is_recipe
 from dflash_lightning.commands.inspect_text import TokenTable, visible
 from dflash_lightning.data import ChatRenderer, DraftData

@@ -10,24 +10,6 @@ from dflash_lightning.types import FeatureSpec
 PROMPT = torch.tensor([[72, 101, 108, 108, 111, 32, 119, 111, 114, 108, 100]])
 
 
-def overfit(draft, target, ids, make_layout, *, steps):
-    """Teach ``draft`` the continuation ``ids`` of the target, so that its drafts are accepted."""
-    length, block = ids.shape[1], draft.config.block_size
-    anchors = torch.arange(PROMPT.shape[1], length - block + 1)[None]
-    positions = torch.arange(length)[None]
-    features = target.features(ids, positions, draft.required())
-    layout = make_layout(anchors.tolist(), block_size=block, ids=ids)
-    first, shift = draft.alignment.first_slot, draft.alignment.shift
-    labels = ids[0, (anchors[0, :, None] + torch.arange(first, block) + shift).clamp(max=length - 1)]
-    optimizer = torch.optim.Adam(draft.parameters(), lr=5e-3)
-    for _ in range(steps):
-        hidden = draft.block_hidden(target.embed(layout.input_ids), layout, features, positions)[0, :, first:]
-        loss = torch.nn.functional.cross_entropy(target.lm.logits(hidden).flatten(0, 1), labels.flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-
-
 def greedy(target, **settings):
     settings = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None, "pad_token_id": 0, **settings}
     return target.model.generate(PROMPT, attention_mask=torch.ones_like(PROMPT), **settings)
@@ -55,14 +37,14 @@ def spy(draft, monkeypatch):
     ],
 )
 def test_generate_with_the_drafter_gives_the_same_ids_and_sees_what_training_sees(
-    make_target, make_draft, make_layout, monkeypatch, family, pattern
+    make_target, make_draft, make_layout, fit, monkeypatch, family, pattern
 ):
     """Ids equal to plain greedy; rounds with none, some and all drafts accepted; hidden states equal to training's."""
     target = make_target(family)
     draft = make_draft(target, init_std=0.05, **pattern)
     plain = greedy(target)
-    overfit(draft.train(), target, plain[:, :30], make_layout, steps=80)  # the rest of the text stays unseen
-    calls = spy(draft.eval(), monkeypatch)
+    fit(draft, target, plain[:, :30], prompt_length=PROMPT.shape[1])  # the rest of the text stays unseen
+    calls = spy(draft, monkeypatch)
     with torch.no_grad():
         assert torch.equal(greedy(target, assistant_model=draft, speculation_type="dflash"), plain)
     accepted = [arguments["context_hidden_states"].shape[1] - 1 for arguments, _ in calls[1:]]
@@ -98,12 +80,12 @@ def test_left_padding_hides_the_padding_from_the_drafter(tiny_target, make_draft
         torch.testing.assert_close(hidden, expected, rtol=0, atol=3e-5)
 
 
-def test_anchor_first_drafts_a_token_per_slot(tiny_target, make_draft, make_layout, monkeypatch):
+def test_anchor_first_drafts_a_token_per_slot(tiny_target, make_draft, fit, monkeypatch):
     draft = make_draft(tiny_target)
     draft.config.label_layout = "anchor_first"
     plain = greedy(tiny_target)
-    overfit(draft.train(), tiny_target, plain[:, :30], make_layout, steps=80)
-    calls = spy(draft.eval(), monkeypatch)
+    fit(draft, tiny_target, plain[:, :30], prompt_length=PROMPT.shape[1])
+    calls = spy(draft, monkeypatch)
     assert torch.equal(greedy(tiny_target, assistant_model=draft, speculation_type="dflash"), plain)
     assert all(hidden.shape[1] == 5 for _, hidden in calls)
     assert max(arguments["context_hidden_states"].shape[1] - 1 for arguments, _ in calls[1:]) == 4
@@ -119,4 +101,11 @@ def test_a_mask_with_a_hole_is_refused(tiny_target, make_draft):
 def test_a_reduced_vocabulary_is_refused(tiny_target, make_draft):
     draft = make_draft(tiny_target, draft_vocab_size=5)
     with pytest.raises(ValueError, match="knows 5 of 272 tokens"):
+        greedy(tiny_target, assistant_model=draft, speculation_type="dflash")
+
+
+def test_a_drafter_that_reads_the_last_layer_is_refused(tiny_target, make_draft):
+    """transformers has that layer's output after the final norm only, with which drafts would just be bad."""
+    draft = make_draft(tiny_target, target_layer_ids=[3, 1])
+    with pytest.raises(ValueError, match=r"last layer \(3\).*final norm"):
         greedy(tiny_target, assistant_model=draft, speculation_type="dflash")

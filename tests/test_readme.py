@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dflash_lightning.cli import make_parser
+from dflash_lightning.commands.grammar import make_parser
 from dflash_lightning.recipe import build_recipe, load_recipe
 from dflash_lightning.recipe_load import recipe_names
 

@@ -1,7 +1,7 @@
 """The frozen target: loading, features, embeddings, language head, and the cache with rollback that decoding needs."""
 
 from dflash_lightning.target.adapter import TargetAdapter
-from dflash_lightning.target.facts import check_layer_ids
+from dflash_lightning.target.facts import check_layer_ids, sample_rows
 from dflash_lightning.target.frozen import FrozenTarget
 from dflash_lightning.target.load import load_target, load_text
 from dflash_lightning.target.mask_token import check_mask_token_id, choose_mask_token_id
@@ -16,4 +16,5 @@ __all__ = [
     "choose_mask_token_id",
     "load_target",
     "load_text",
+    "sample_rows",
 ]

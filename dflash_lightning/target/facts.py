@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from jaxtyping import Float
+from torch import Tensor, nn
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from dflash_lightning.target.families import embedding_scale, rope_settings, setting
@@ -88,6 +89,18 @@ def _digest(model: nn.Module, facts: TargetFacts, samples: int = 16) -> str:
         rounded = torch.where(values.abs() < 2.0**-14, 0.0, values).to(torch.bfloat16).float()
         digest.update(f"{name}{tuple(parameter.shape)}".encode() + rounded.numpy().tobytes())
     return digest.hexdigest()
+
+
+def sample_rows(weight: Float[Tensor, "V H"], count: int = 4, width: int = 8) -> dict[str, list[float]]:
+    """The first values of a few evenly spaced rows, by row number (a string, as JSON has it), rounded to bfloat16."""
+    rows = sorted({*torch.linspace(0, len(weight) - 1, count).long().tolist()})
+    return {str(row): weight[row, :width].to(torch.bfloat16).float().tolist() for row in rows}
+
+
+def strange_rows(weight: Float[Tensor, "V H"], rows: Mapping[str, list[float]]) -> list[int]:
+    """Those of ``rows`` (see ``sample_rows``; numbered by token) that are not the rows of ``weight``."""
+    own = {row: weight[int(row), : len(values)].float().cpu() for row, values in rows.items()}
+    return [int(r) for r, v in rows.items() if not torch.allclose(own[r], torch.tensor(v), rtol=2e-2, atol=1e-4)]
 
 
 def find_stop_ids(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+import warnings
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from dflash_lightning.draft_config import DraftConfig
 from dflash_lightning.ops.lm_head import LanguageHead
 from dflash_lightning.ops.plain_mode import plain_mode
 from dflash_lightning.target import families
-from dflash_lightning.target.facts import check_layer_ids, find_stop_ids, make_facts
+from dflash_lightning.target.facts import check_layer_ids, find_stop_ids, make_facts, strange_rows
 from dflash_lightning.target.masks import is_packed, packed_mask
 from dflash_lightning.target.text import TargetText
 from dflash_lightning.target.trunk import Trunk
@@ -92,7 +94,7 @@ class FrozenTarget:
 
         Raises:
             ValueError: vocabulary rows, hidden size, number of layers, tapped layers or the digest of the weights
-            differ.
+            differ (as far as its file states them), or the embedding or head that came along with it.
         """
         facts = self.facts
         pairs = {
@@ -103,12 +105,32 @@ class FrozenTarget:
         }
         made_for = config.target.get("name", "another target")
         for what, (theirs, ours) in pairs.items():
-            if theirs != ours:
+            if theirs is not None and theirs != ours:
                 raise ValueError(
                     f"draft: made for {made_for} with {what} {theirs}, but the target {facts.name} has {ours}. "
                     f"Give the target it was made for, or train a drafter for {facts.name}."
                 )
         check_layer_ids(config.target_layer_ids, facts)
+        self._check_copies(config.target, made_for)
+
+    def _check_copies(self, made_for: Mapping[str, Any], name: str) -> None:
+        """Hold what a drafter's file says of its target's embedding and head against this target's."""
+        weights = {"embedding": self.embedding_weight, "language head": self.lm.weight}
+        for what, rows in made_for.get("rows", {}).items():
+            if strange := strange_rows(weights[what], rows):
+                raise ValueError(
+                    f"draft: made for {name}, whose {what} is not that of {self.facts.name} (rows {strange} differ), "
+                    "but drafters use their target's. Give the target it was made for."
+                )
+        own = {"logit_scale": self.lm.scale, "logit_softcap": self.lm.softcap}
+        for what, ours in own.items():
+            theirs = made_for.get(what, ours)
+            if theirs is not ours and (ours is None or not math.isclose(theirs, ours, rel_tol=1e-6)):
+                warnings.warn(
+                    f"draft: its file states {what} {theirs}, but the target {self.facts.name} has {ours}, which is "
+                    "used for its drafts too. Greedy drafts are the same; sampled ones may be accepted less often.",
+                    stacklevel=3,
+                )
 
     def decoder_layer_state(self, i: int) -> dict[str, Tensor]:
         """Weights of decoder layer ``i`` under the layer's own names, detached (for warm starts)."""

@@ -1,0 +1,74 @@
+"""``dflash export``: a drafter as a folder that another program serves."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from dflash_lightning.commands.drafts import FoundDraft, find_draft, open_target_of
+from dflash_lightning.commands.report import REPORT_FILE
+from dflash_lightning.data import load_prompts, render_prompt
+from dflash_lightning.export import FORMATS, serving
+from dflash_lightning.export import export as write_export
+from dflash_lightning.run import file_digest
+from dflash_lightning.target import FrozenTarget
+
+NUM_PROMPTS = 4
+# What the replay decodes where the drafter's run names no prompts of its own.
+MESSAGES = (
+    "Write a Python function that adds two numbers.",
+    "Explain in two sentences why the sky is blue.",
+    "List three fruits and their colours.",
+)
+
+
+def export(args: argparse.Namespace) -> int:
+    """Write the folder and print how to serve it."""
+    draft = find_draft(args.draft)
+    target = open_target_of(draft, args.target, device=args.device, dtype=args.dtype)
+    folder = Path(args.out)
+    write_export(
+        draft.model,
+        target,
+        folder,
+        format=args.format,
+        dtype=args.weights,
+        prompts=_prompts(args, draft, target),
+        max_new_tokens=args.max_new_tokens,
+        chat_template_kwargs=draft.chat_template_kwargs,
+        report=_report_of(draft),
+        replace=args.replace,
+    )
+    command, note = serving(FORMATS[args.format], draft.model.config, target.facts.name, str(folder))
+    print(f"written to {folder} ({args.format}, {args.weights}). To serve it:\n\n{command}")
+    if note:
+        print(f"\n{note}")
+    return 0
+
+
+def _prompts(args: argparse.Namespace, draft: FoundDraft, target: FrozenTarget) -> list[list[int]]:
+    """Prompts of the replay: those given, else the run's own, else a few of ours; plain ids without a tokenizer."""
+    if target.tokenizer is None or not target.chat_template_text:
+        size = target.facts.num_tokens or target.facts.vocab_size
+        return [[(37 * i + 11 * n) % size for i in range(24)] for n in range(1, NUM_PROMPTS)]
+    file = args.prompts or draft.recipe.get("callbacks", {}).get("speculative_eval", {}).get("prompts")
+    messages: list[Any] = [[{"role": "user", "content": text}] for text in MESSAGES]
+    if file is not None:
+        messages = list(load_prompts(file, limit=NUM_PROMPTS))
+    return [render_prompt(target.tokenizer, m, **draft.chat_template_kwargs) for m in messages]
+
+
+def _report_of(draft: FoundDraft) -> dict[str, Any] | None:
+    """The run's report, if it is one of this very checkpoint."""
+    if not draft.recipe:
+        return None
+    file = draft.source.resolve().parents[1] / REPORT_FILE
+    if not file.exists():
+        return None
+    report = json.loads(file.read_text(encoding="utf-8"))
+    if report["asked"]["drafter_sha256"] != file_digest(draft.source):
+        print(f"{file} is of another checkpoint than {draft.source}: the model card states no figures")
+        return None
+    return report

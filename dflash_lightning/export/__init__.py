@@ -1,0 +1,21 @@
+"""Writing drafters for the programs that serve them, and checking what was written."""
+
+from dflash_lightning.export.base import DTYPES, Exporter, ExportFacts
+from dflash_lightning.export.card import serving
+from dflash_lightning.export.check import Exported, Outcome, check
+from dflash_lightning.export.formats import FORMATS
+from dflash_lightning.export.replay import merge_observed
+from dflash_lightning.export.write import export
+
+__all__ = [
+    "DTYPES",
+    "FORMATS",
+    "ExportFacts",
+    "Exported",
+    "Exporter",
+    "Outcome",
+    "check",
+    "export",
+    "merge_observed",
+    "serving",
+]

@@ -1,0 +1,140 @@
+"""Contract of an exporter: what it states about its consumer, and how a drafter is written the way that consumer reads.
+
+One file per consumer. Interface facts (names of keys and tensors, offsets, precedence) were read in the consumer's own
+loader, at the version that ``read_in`` states.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from dflash_lightning.draft_config import DraftConfig
+from dflash_lightning.export.conventions import Conventions
+from dflash_lightning.target import FrozenTarget
+from dflash_lightning.types import TargetFacts
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, eq=False)
+class ExportFacts:
+    """What a format may state besides the drafter's own configuration.
+
+    ``dtype`` is that of the tensors as they are written. ``architectures`` are the target's, as its config.json has
+    them. ``head_rows`` are the rows of the target's language head that a reduced draft vocabulary stands for, and
+    ``draft_vocab`` their token ids; both null for the whole vocabulary. ``logit_scale`` and ``softcap`` are what the
+    target does to its logits after the head.
+    """
+
+    target: TargetFacts
+    architectures: list[str]
+    dtype: str
+    logit_scale: float = 1.0
+    softcap: float | None = None
+    head_bias: bool = False
+    head_rows: Float[Tensor, "v H"] | None = None
+    draft_vocab: Tensor | None = None
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, target: FrozenTarget, *, dtype: str, draft_vocab: Tensor | None, chat_template_kwargs: dict[str, Any]
+    ) -> ExportFacts:
+        """The facts of ``target``; ``draft_vocab`` null for a drafter of the whole vocabulary."""
+        lm = target.lm
+        return cls(
+            target=target.facts,
+            architectures=list(target.model.config.architectures or [type(target.model).__name__]),
+            dtype=dtype,
+            logit_scale=lm.scale,
+            softcap=lm.softcap,
+            head_bias=lm.bias is not None,
+            head_rows=None if draft_vocab is None else lm.restrict(draft_vocab).weight.cpu(),
+            draft_vocab=draft_vocab,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+
+
+class Exporter(ABC):
+    """Writes a drafter for one consumer.
+
+    ``spellings`` are the places where that consumer looks for one setting, as dotted paths: all of them are written,
+    and ``dflash check`` reports a place that is empty or says something else than the others.
+    """
+
+    name: ClassVar[str]
+    consumer: ClassVar[str]
+    read_in: ClassVar[str]  # package and version whose loader was read
+    holds_reduced_vocabulary: ClassVar[bool] = False
+    holds_anchor_first: ClassVar[bool] = False
+    activations: ClassVar[tuple[str, ...]] = ("silu",)
+    carries: ClassVar[tuple[Path, ...]] = ()  # files of ours that are copied into the folder
+    spellings: ClassVar[tuple[tuple[str, ...], ...]]
+
+    def limits(self, config: DraftConfig, facts: ExportFacts) -> list[str]:
+        """Why this format cannot hold the drafter; empty where it can. Formats add their own reasons."""
+        reasons = []
+        names = {axis: part["name"] for axis, part in config.components.items()}
+        if names != COMPONENTS:
+            lacking = {axis: name for axis, name in names.items() if COMPONENTS.get(axis) != name}
+            reasons.append(f"{self.consumer} has no {lacking}, only {COMPONENTS}")
+        if config.draft_vocab_size is not None and not self.holds_reduced_vocabulary:
+            reasons.append(
+                f"the drafter knows {config.draft_vocab_size} of {config.vocab_size} tokens, and {self.consumer} would "
+                "draft from all of them, untrained ones included. Use --format speculators, or train with "
+                "draft_vocabulary=null"
+            )
+        if config.label_layout == "anchor_first" and not self.holds_anchor_first:
+            reasons.append(f"its blocks are anchor-first, and {self.consumer} drops what the anchor slot predicts")
+        if config.hidden_act not in self.activations:
+            reasons.append(f"hidden_act is {config.hidden_act!r}, and {self.consumer} has only {self.activations}")
+        return reasons
+
+    @abstractmethod
+    def config(self, draft_config: DraftConfig, facts: ExportFacts) -> dict[str, Any]:
+        """Content of config.json."""
+
+    def tensors(self, state: Mapping[str, Tensor], facts: ExportFacts) -> dict[str, Tensor]:
+        """Tensors to write, by name; ``state`` has z-lab's names and the dtype that is written."""
+        return {name: value for name, value in state.items() if name != "draft_vocab"}
+
+    def files(self, draft_config: DraftConfig, facts: ExportFacts) -> dict[str, str]:
+        """Further text files, by name."""
+        return {file.name: file.read_text(encoding="utf-8") for file in self.carries}
+
+    @abstractmethod
+    def serve_command(self, draft_config: DraftConfig, target: str, folder: str) -> str:
+        """What to type to decode ``target`` with the export in ``folder``."""
+
+    @abstractmethod
+    def read(self, raw: Mapping[str, Any]) -> Conventions:
+        """What the consumer makes of a config.json: its own defaults and precedence, not ours.
+
+        Raises:
+            ValueError: the consumer would fail on it.
+        """
+
+    def read_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors of a file under z-lab's names; the draft vocabulary, where there is one, as ``draft_vocab``."""
+        return dict(tensors)
+
+
+def last_layer(config: DraftConfig, consumer: str) -> list[str]:
+    """A limit of consumers that read ``hidden_states``, whose last entry comes after the target's final norm."""
+    depth = config.num_target_layers
+    if depth is None or depth - 1 not in config.target_layer_ids:
+        return []
+    return [
+        f"it reads the output of the target's last layer ({depth - 1}), of which {consumer} has only the normed one"
+    ]
+
+
+COMPONENTS = {"conditioning": "kv_injection", "drafter": "block_transformer", "head": "marginal"}

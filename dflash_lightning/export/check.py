@@ -1,0 +1,306 @@
+"""Holding an exported folder to its replay, the way its consumer reads it, and saying in words what differs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from dflash_lightning.export.base import DTYPES, Exporter
+from dflash_lightning.export.conventions import Conventions, Drafting
+from dflash_lightning.export.faults import (
+    TOLERANCES,
+    Diagnosis,
+    candidate_layer_ids,
+    diagnose,
+    logit_error,
+    plausible_faults,
+)
+from dflash_lightning.export.formats import FORMATS
+from dflash_lightning.export.replay import REPLAY_FILE, RecordedPrompt, Replay, Replayer, digests
+from dflash_lightning.target import FrozenTarget, check_mask_token_id
+from dflash_lightning.target.mask_token import reserved_ids, special_ids
+
+CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
+_MISSING = object()
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A folder as it stands on disk."""
+
+    folder: Path
+    raw: dict[str, Any]
+    tensors: dict[str, Tensor]
+    replay: Replay
+
+    @property
+    def exporter(self) -> Exporter:
+        return FORMATS[self.replay.format]
+
+    @classmethod
+    def open(cls, folder: Path) -> Exported:
+        """Read an exported folder.
+
+        Raises:
+            ValueError: it is none, or a file of it cannot be read.
+        """
+        raw, replay = (_read_json(folder, name) for name in (CONFIG_FILE, REPLAY_FILE))
+        found = Replay.from_json(replay)
+        if found.format not in FORMATS:
+            raise ValueError(f"{folder}: {REPLAY_FILE} is of format {found.format!r}, known are {list(FORMATS)}.")
+        return cls(folder, raw, read_tensors(folder), found)
+
+
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """The tensors of a folder, as they are stored."""
+    file = folder / WEIGHTS_FILE
+    try:
+        with safe_open(file, framework="pt") as stored:
+            return {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118 (no mapping)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{file} cannot be read ({error}). Export again.") from error
+
+
+def _read_json(folder: Path, name: str) -> dict[str, Any]:
+    file = folder / name
+    if not file.is_file():
+        raise ValueError(f"{folder}: there is no {name}. Give a folder that `dflash export` wrote.")
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{file} is no JSON ({error}). Export again.") from error
+
+
+@dataclass
+class Outcome:
+    """What a check found: ``faults`` make it a failure, ``notes`` do not.
+
+    ``changed`` maps the name of a fault that only the weights themselves can show to words for it.
+    """
+
+    format: str
+    faults: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    changed: dict[str, str] = field(default_factory=dict)
+    diagnosis: Diagnosis | None = None
+
+    @property
+    def passed(self) -> bool:
+        return not self.faults
+
+    @property
+    def cause(self) -> tuple[str, str] | None:
+        """Name and words of what is behind it: a single fault that was tried, else what became of the weights."""
+        if self.diagnosis is not None and self.diagnosis.fault is not None:
+            return self.diagnosis.fault.name, self.diagnosis.words
+        if self.changed:
+            return next(iter(self.changed.items()))
+        return None if self.diagnosis is None else ("unknown", self.diagnosis.words)
+
+
+def check(exported: Exported, target: FrozenTarget, observed: list[RecordedPrompt] | None = None) -> Outcome:
+    """Check a folder against its replay; with ``observed``, an engine's record of the same prompts, against that."""
+    outcome = Outcome(exported.replay.format)
+    outcome.faults += _wrong_target(exported, target)
+    if outcome.faults:
+        return outcome  # nothing that follows would mean anything
+    outcome.faults += [*_unlike_spellings(exported), *_wrong_dtype(exported)]
+    for file in exported.exporter.carries:
+        copy = exported.folder / file.name
+        if not copy.is_file():
+            outcome.faults.append(f"{file.name} is missing, which {exported.exporter.consumer} runs")
+        elif copy.read_text(encoding="utf-8") != file.read_text(encoding="utf-8"):
+            outcome.notes.append(f"{file.name} is not the one that this version writes; it was not run here")
+    outcome.changed = _changed_tensors(exported)
+    outcome.faults += outcome.changed.values()
+    try:
+        conventions = exported.exporter.read(exported.raw)
+    except ValueError as error:
+        outcome.faults.append(f"{exported.exporter.consumer} would fail on config.json: {error}")
+        return outcome
+    weights = exported.exporter.read_tensors(exported.tensors)
+    vocabulary = weights.pop("draft_vocab", None)
+    outcome.faults += [*_wrong_tensors(weights, conventions), *_wrong_ids(conventions, target)]
+    if outcome.faults and not _can_run(weights, conventions, target):
+        return outcome
+    _replay(outcome, exported, target, conventions, {k: v.float() for k, v in weights.items()}, vocabulary, observed)
+    return outcome
+
+
+# -- what the files say -----------------------------------------------------------------------------------------------
+
+
+def _wrong_target(exported: Exported, target: FrozenTarget) -> Iterator[str]:
+    stated = exported.replay.target.get("digest")
+    if stated != target.facts.digest:
+        yield (
+            f"the target is another one: the drafter was made for {exported.replay.target.get('name')} "
+            f"(digest {str(stated)[:12]}), but {target.facts.name} has digest {target.facts.digest[:12]}. "
+            "Give the model it was made for."
+        )
+
+
+def _unlike_spellings(exported: Exported) -> Iterator[str]:
+    for group in exported.exporter.spellings:
+        found = {path: _lookup(exported.raw, path) for path in group}
+        for path, value in found.items():
+            if value is _MISSING:
+                yield f"config.json has no {path}, which {exported.exporter.consumer} looks for"
+        present = {path: value for path, value in found.items() if value is not _MISSING}
+        if any(value != next(iter(present.values())) for value in present.values()):
+            stated = ", ".join(f"{path}={value}" for path, value in present.items())
+            yield f"config.json contradicts itself: {stated}"
+
+
+def _lookup(tree: Any, path: str) -> Any:
+    for key in path.split("."):
+        if not isinstance(tree, Mapping) or key not in tree:
+            return _MISSING
+        tree = tree[key]
+    return tree
+
+
+def _wrong_dtype(exported: Exported) -> Iterator[str]:
+    stated = exported.raw.get("dtype")
+    floats = {name: value for name, value in exported.tensors.items() if value.is_floating_point()}
+    found = sorted({str(value.dtype).removeprefix("torch.") for value in floats.values()})
+    if stated not in DTYPES:
+        yield f"dtype: config.json states {stated!r}, not one of {list(DTYPES)}"
+    elif found != [stated]:
+        yield f"dtype: config.json states {stated}, but the tensors are {' and '.join(found)}"
+
+
+def _changed_tensors(exported: Exported) -> dict[str, str]:
+    """What became of the weights since the export, by the name of the fault."""
+    was, now = exported.replay.tensors, digests(exported.tensors)
+    missing = sorted(name for name in was.keys() - now.keys() if "norm" in name)
+    changed = sorted(name for name in was.keys() & now.keys() if was[name][0] != now[name][0])
+    rounded = [name for name in changed if was[name][1] == now[name][1]]
+    others = [name for name in changed if name not in rounded]
+    ones = [name for name in others if "norm" in name and bool((exported.tensors[name] == 1).all())]
+    found = {}
+    if missing or ones:
+        gone = f"{_listed(missing)} missing" if missing else f"every gain of {_listed(ones)} is 1, as if never loaded"
+        found["norm_missing"] = f"norm without its weights: {gone}"
+    if rounded:
+        found["dtype"] = f"dtype: {len(rounded)} of {len(was)} tensors were cast since the export"
+    if others:
+        found["weights"] = f"{len(others)} of {len(was)} tensors are not those exported: {_listed(others)}"
+    return found
+
+
+def _listed(names: list[str], limit: int = 6) -> str:
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
+
+
+def _wrong_tensors(weights: Mapping[str, Tensor], conventions: Conventions) -> Iterator[str]:
+    expected = conventions.shapes()
+    if missing := sorted(expected.keys() - weights.keys()):
+        yield f"tensors are missing: {_listed(missing)}"
+    if unexpected := sorted(weights.keys() - expected.keys()):
+        yield f"tensors that the consumer does not know: {_listed(unexpected)}"
+    for name in sorted(expected.keys() & weights.keys()):
+        if tuple(weights[name].shape) != expected[name]:
+            yield f"{name} has shape {tuple(weights[name].shape)}, but config.json implies {expected[name]}"
+
+
+def _wrong_ids(conventions: Conventions, target: FrozenTarget) -> Iterator[str]:
+    depth = target.facts.num_layers
+    outside = [i for i in conventions.layer_ids if not 0 <= i < depth]
+    if outside:
+        yield f"layer ids {list(conventions.layer_ids)} (0-based): the target has 0..{depth - 1}, not {outside}"
+    try:
+        check_mask_token_id(conventions.mask_token_id, target)
+    except ValueError as error:
+        yield f"mask id: {error}"
+
+
+def _can_run(weights: Mapping[str, Tensor], conventions: Conventions, target: FrozenTarget) -> bool:
+    depth, rows = target.facts.num_layers, target.facts.vocab_size
+    complete = all(name in weights and tuple(weights[name].shape) == s for name, s in conventions.shapes().items())
+    in_range = all(0 <= i < depth for i in conventions.layer_ids) and 0 <= conventions.mask_token_id < rows
+    return complete and in_range and len(conventions.causal) == len(conventions.windows) > 0
+
+
+# -- what it does -----------------------------------------------------------------------------------------------------
+
+
+def _replay(
+    outcome: Outcome,
+    exported: Exported,
+    target: FrozenTarget,
+    stated: Conventions,
+    weights: dict[str, Tensor],
+    vocabulary: Tensor | None,
+    observed: list[RecordedPrompt] | None,
+) -> None:
+    """Draft the recorded first blocks and rounds again, and diagnose where the logits differ."""
+    prompts = exported.replay.prompts if observed is None else observed
+    lm = target.lm if vocabulary is None else target.lm.restrict(vocabulary)
+    ids = candidate_layer_ids(stated, target.facts.num_layers)
+    replayer = Replayer(target, prompts, ids, lm)
+    moved = {name: value.to(target.device) for name, value in weights.items()}
+    drafting = Drafting(moved, stated)
+    tolerance = TOLERANCES["float32" if observed is None and target.dtype == torch.float32 else "bfloat16"]
+    error = logit_error(replayer, drafting)
+    whose = "recorded" if observed is None else "engine's"
+    outcome.notes.append(f"first blocks differ from the {whose} by {error:.1e} (largest logit difference / deviation)")
+    # Below float32 a near tie may fall either way; only logits decide there.
+    (outcome.faults if target.dtype == torch.float32 else outcome.notes).extend(_unlike_drafts(replayer, drafting))
+    if error <= tolerance:
+        return
+    outcome.faults.append(f"the {whose} first blocks do not come out (difference {error:.1e}, allowed {tolerance:.0e})")
+    faults = plausible_faults(
+        stated,
+        exported.raw,
+        num_drafts=len(prompts[0].draft_ids),
+        num_layers=target.facts.num_layers,
+        mask_ids=_mask_candidates(exported.raw, target),
+        embedding_scale=target.facts.embedding_scale,
+    )
+    outcome.diagnosis = diagnose(replayer, moved, stated, faults, tolerance=tolerance)
+
+
+def _unlike_drafts(replayer: Replayer, drafting: Drafting) -> Iterator[str]:
+    for number, prompt in enumerate(replayer.prompts):
+        drafts = replayer.draft_ids(drafting, number)
+        if drafts != prompt.draft_ids:
+            yield f"prompt {number + 1}: drafts {drafts}, recorded {prompt.draft_ids}"
+        committed = replayer.committed(drafting, number)
+        if prompt.committed and committed != prompt.committed:
+            yield f"prompt {number + 1}: rounds commit {committed} tokens, recorded {prompt.committed}"
+
+
+def _mask_candidates(raw: Mapping[str, Any], target: FrozenTarget) -> dict[int, str]:
+    """Ids that may have been taken for the mask, with what they are; the config's other mentions come first."""
+    facts = target.facts
+    found: dict[int, str] = {}
+    for path, value in _ids_in(raw):
+        found.setdefault(value, f"config.json's {path}")
+    for token_id, role in reserved_ids(target).items():
+        found.setdefault(token_id, role)
+    for token_id in sorted(special_ids(target.tokenizer)):
+        found.setdefault(token_id, "a special token")
+    for row in range(facts.num_tokens, min(facts.num_tokens + 16, facts.vocab_size)):
+        found.setdefault(row, "a row that is no token")
+    found.setdefault(facts.num_tokens - 1, "the last token")
+    found.setdefault(facts.vocab_size - 1, "the last row")
+    found.setdefault(0, "the first row")
+    return {i: what for i, what in found.items() if 0 <= i < facts.vocab_size}
+
+
+def _ids_in(tree: Any, where: str = "") -> Iterator[tuple[str, int]]:
+    if isinstance(tree, Mapping):
+        for key, value in tree.items():
+            place = f"{where}.{key}" if where else str(key)
+            if str(key).endswith("token_id") and isinstance(value, int):
+                yield place, value
+            else:
+                yield from _ids_in(value, place)

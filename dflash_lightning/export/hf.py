@@ -1,0 +1,107 @@
+"""transformers itself: ``target.generate(assistant_model=...)``, with or without this package installed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dflash_lightning.draft_config import NESTED, DraftConfig
+from dflash_lightning.export.base import Exporter, ExportFacts, last_layer
+from dflash_lightning.export.conventions import ACTIVATIONS, Conventions
+from dflash_lightning.model import check_config
+
+MODELING = "modeling_dflash_lightning"
+SOURCE = Path(__file__).with_name(f"{MODELING}.py")
+
+
+class HFExporter(Exporter):
+    """Our own configuration, and one self-contained modelling file for ``trust_remote_code=True``.
+
+    Where ``dflash_lightning.model`` is imported its own class is used and no remote code runs.
+    """
+
+    name = "hf"
+    consumer = "transformers' generate()"
+    read_in = "transformers 5.24.0 (generation/candidate_generator.py)"
+    holds_anchor_first = True
+    activations = tuple(ACTIVATIONS)
+    carries = (SOURCE,)
+    spellings = (
+        ("block_size", f"{NESTED}.block_size"),
+        ("target_layer_ids", f"{NESTED}.target_layer_ids"),
+        ("mask_token_id", f"{NESTED}.mask_token_id"),
+        ("num_target_layers", f"{NESTED}.num_target_layers"),
+        ("rope_theta", "rope_parameters.rope_theta"),
+        ("is_causal",),
+        ("layer_types",),
+        ("head_dim",),
+        ("dtype",),
+        ("auto_map.AutoConfig",),
+        ("auto_map.AutoModel",),
+    )
+
+    def limits(self, config: DraftConfig, facts: ExportFacts) -> list[str]:
+        return super().limits(config, facts) + last_layer(config, self.consumer)
+
+    def config(self, draft_config: DraftConfig, facts: ExportFacts) -> dict[str, Any]:
+        shared = ("block_size", "mask_token_id", "target_layer_ids", "num_target_layers")
+        stated = draft_config.to_dict()
+        for gone in ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "architectures", "auto_map"):
+            stated.pop(gone, None)
+        return {
+            "architectures": ["DFlashDraftModel"],
+            "auto_map": {"AutoConfig": f"{MODELING}.DFlashConfig", "AutoModel": f"{MODELING}.DFlashDraftModel"},
+            **stated,
+            "model_type": DraftConfig.model_type,
+            "rope_theta": float((draft_config.rope_parameters or {})["rope_theta"]),
+            "num_speculative_tokens": draft_config.alignment.num_drafts,
+            "dtype": facts.dtype,
+            "chat_template_kwargs": facts.chat_template_kwargs or None,
+            NESTED: {name: stated[name] for name in shared},
+        }
+
+    def files(self, draft_config: DraftConfig, facts: ExportFacts) -> dict[str, str]:
+        target = facts.target
+        generation = {
+            "speculation_type": "dflash",
+            "do_sample": False,
+            "bos_token_id": target.bos_token_id,
+            "eos_token_id": list(target.eos_token_ids) or None,
+            "pad_token_id": target.pad_token_id,
+        }
+        return super().files(draft_config, facts) | {"generation_config.json": json.dumps(generation, indent=2) + "\n"}
+
+    def serve_command(self, draft_config: DraftConfig, target: str, folder: str) -> str:
+        return (
+            "from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer\n"
+            f'tokenizer = AutoTokenizer.from_pretrained("{target}")\n'
+            f'target = AutoModelForCausalLM.from_pretrained("{target}")\n'
+            f'draft = AutoModel.from_pretrained("{folder}", trust_remote_code=True).to(target.device)\n'
+            'inputs = tokenizer("def add(a, b):", return_tensors="pt").to(target.device)\n'
+            'output = target.generate(**inputs, assistant_model=draft, speculation_type="dflash", max_new_tokens=64)\n'
+            "print(tokenizer.decode(output[0]))"
+        )
+
+    def read(self, raw: Mapping[str, Any]) -> Conventions:
+        cfg = DraftConfig.from_dict(dict(raw))
+        check_config(cfg)
+        sliding = [kind == "sliding_attention" for kind in cfg.layer_types]
+        return Conventions(
+            layer_ids=tuple(cfg.target_layer_ids),
+            block_size=cfg.block_size,
+            mask_token_id=cfg.mask_token_id,
+            rope_theta=float((cfg.rope_parameters or {})["rope_theta"]),
+            causal=tuple(s if cfg.is_causal is None else cfg.is_causal for s in sliding),
+            windows=tuple(cfg.sliding_window if s else None for s in sliding),
+            num_heads=cfg.num_attention_heads,
+            num_kv_heads=cfg.num_key_value_heads,
+            head_dim=cfg.head_dim,
+            hidden_size=cfg.hidden_size,
+            intermediate_size=cfg.intermediate_size,
+            scale=cfg.head_dim**-0.5,
+            eps=cfg.rms_norm_eps,
+            activation=cfg.hidden_act,
+            first_slot=cfg.alignment.first_slot,
+        )

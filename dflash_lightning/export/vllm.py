@@ -1,0 +1,67 @@
+"""vLLM's ``method: dflash``, for a folder in z-lab's layout."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import Qwen3Config
+
+from dflash_lightning.draft_config import NESTED, DraftConfig
+from dflash_lightning.export.base import ExportFacts
+from dflash_lightning.export.conventions import Conventions
+from dflash_lightning.export.qwen3_layout import (
+    Qwen3Layout,
+    ascending,
+    causal_by_layer_type,
+    conventions_of,
+    required,
+    windows_of,
+)
+
+# vLLM's counting: the state in front of decoder layer i, so layer i's output is number i + 1.
+AUX = "eagle_aux_hidden_state_layer_ids"
+
+
+def vllm_command(draft_config: DraftConfig, target: str, folder: str) -> str:
+    """The server's command line; the number of speculative tokens leaves the anchor out."""
+    drafts = draft_config.alignment.num_drafts
+    stated = json.dumps({"method": "dflash", "model": folder, "num_speculative_tokens": drafts})
+    mixed = len(set(draft_config.layer_types)) > 1
+    return f"{'VLLM_USE_V2_MODEL_RUNNER=1 ' if mixed else ''}vllm serve {target} --speculative-config '{stated}'"
+
+
+class VLLMExporter(Qwen3Layout):
+    """Layer ids are written twice: 0-based in ``dflash_config``, and by vLLM's own counting (+1), which wins there."""
+
+    name = "vllm"
+    consumer = "vLLM"
+    read_in = "vllm 0.33.0 (model_executor/models/qwen3_dflash.py, v1/worker/gpu/spec_decode)"
+    spellings = (*Qwen3Layout.spellings, (AUX,))
+
+    def limits(self, config: DraftConfig, facts: ExportFacts) -> list[str]:
+        return super().limits(config, facts) + ascending(config, self.consumer)
+
+    def config(self, draft_config: DraftConfig, facts: ExportFacts) -> dict[str, Any]:
+        stated = super().config(draft_config, facts) | {AUX: [i + 1 for i in draft_config.target_layer_ids]}
+        return stated | ({"logit_scale": facts.logit_scale} if facts.logit_scale != 1.0 else {})
+
+    def read_layout(self, cfg: Qwen3Config, raw: Mapping[str, Any]) -> Conventions:
+        nested = raw.get(NESTED) or {}
+        aux = raw.get(AUX) or [i + 1 for i in required(nested, "target_layer_ids", f"{NESTED}.target_layer_ids")]
+        is_causal = raw.get("is_causal")
+        settings = {**raw, **nested}
+        return conventions_of(
+            cfg,
+            layer_ids=tuple(i - 1 for i in aux),
+            # The block's width comes from the command line; what the file says is what the command is made of.
+            block_size=int(required(settings, "block_size", "block_size")),
+            mask_token_id=required(settings, "mask_token_id", "mask_token_id"),
+            causal=causal_by_layer_type(cfg, nested.get("causal") if is_causal is None else is_causal),
+            windows=windows_of(cfg),
+            interleaved=not raw.get("is_neox_style", True),
+        )
+
+    def serve_command(self, draft_config: DraftConfig, target: str, folder: str) -> str:
+        return vllm_command(draft_config, target, folder)

@@ -1,0 +1,61 @@
+"""What comes along in other programs' checkpoints beside the drafter: vocabulary maps and copies of the target."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from dflash_lightning.target import sample_rows
+
+VOCABULARY_MAPS = ("d2t", "t2d")
+_HEADS, _EMBEDDING = ("lm_head.weight", "verifier_lm_head.weight"), "embed_tokens.weight"
+
+
+def take_extras(model: Any, extras: Mapping[str, Tensor], where: str) -> None:
+    """Fill ``model.draft_vocab`` from the maps, and note a few rows of copies for ``FrozenTarget.check_draft``.
+
+    Raises:
+        ValueError: the maps contradict each other or the configuration.
+    """
+    config = model.config
+    ids = torch.arange(config.vocab_size)
+    if "d2t" in extras:
+        ids = draft_ids(extras["d2t"], extras.get("t2d"), vocab_size=config.vocab_size, where=where)
+        if config.draft_vocab_size is not None:
+            model.draft_vocab.copy_(ids.sort().values)
+        elif len(ids) != config.vocab_size:
+            raise ValueError(
+                f"{where}: d2t maps {len(ids)} tokens, but draft_vocab_size is the whole vocabulary of "
+                f"{config.vocab_size}. Write draft_vocab_size={len(ids)} into config.json."
+            )
+    rows = {"embedding": sample_rows(extras[_EMBEDDING])} if _EMBEDDING in extras else {}
+    for name in _HEADS:
+        if name in extras:
+            rows["language head"] = {str(int(ids[int(row)])): v for row, v in sample_rows(extras[name]).items()}
+    if rows:
+        config.target = {**config.target, "rows": rows}
+
+
+def draft_ids(
+    d2t: Int[Tensor, " v"], t2d: Bool[Tensor, " V"] | None, *, vocab_size: int, where: str
+) -> Int[Tensor, " v"]:
+    """The target's token id of every draft id; ``d2t`` holds their difference.
+
+    Raises:
+        ValueError: two draft ids stand for one token, a token is outside the target's vocabulary, or ``t2d`` marks
+            other tokens than ``d2t`` names.
+    """
+    ids = d2t.long() + torch.arange(len(d2t))
+    marked = set(ids.tolist()) if t2d is None else set(t2d.nonzero().flatten().tolist())
+    named = set(ids.tolist())
+    if len(named) != len(ids) or min(named) < 0 or max(named) >= vocab_size or named != marked:
+        raise ValueError(
+            f"{where}: d2t and t2d are no reduction of a vocabulary of {vocab_size} tokens: d2t names {len(named)} "
+            f"different tokens for {len(ids)} draft ids ({min(named)}..{max(named)}), and {len(named ^ marked)} of "
+            "them are not those that t2d marks. The file is damaged, or of another format than speculators'."
+        )
+    return ids
