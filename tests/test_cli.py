@@ -138,7 +138,7 @@ def write(*args):
     sys.stdout.flush()
     while True:
         print("x" * 100000, flush=True)
-cli.{name} = write
+cli._RUN[{name!r}] = write
 sys.exit(cli.main({arguments}))
 """
 
@@ -146,10 +146,10 @@ sys.exit(cli.main({arguments}))
 @pytest.mark.parametrize(
     ("name", "arguments", "status"),
     [
-        ("_recipes", ["recipes"], 0),
-        ("_show", ["show", "smoke"], 0),
-        ("_fit", ["fit", "smoke"], 141),
-        ("_evaluate", ["evaluate", "--draft", "x", "--prompts", "y"], 141),
+        ("recipes", ["recipes"], 0),
+        ("show", ["show", "smoke"], 0),
+        ("fit", ["fit", "smoke"], 141),
+        ("evaluate", ["evaluate", "--draft", "x", "--prompts", "y"], 141),
     ],
 )
 def test_a_reader_that_goes_away_cuts_work_off_but_not_a_list(name: str, arguments: list[str], status: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import platform
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,7 @@ def test_what_rank_0_is_writing_makes_the_folder_no_other_runs(tmp_path: Path, m
 
     monkeypatch.setattr(Path, "replace", looked_at)
     folder.begin(cfg)
-    temporary = [f".{name}.{os.getpid()}.tmp" for name in ("recipe.yaml", "run.json")]
+    temporary = [f".{name}.{platform.node()}-{os.getpid()}.tmp" for name in ("recipe.yaml", "run.json")]
     assert looks == [[temporary[0]], ["recipe.yaml"], [temporary[1], "recipe.yaml"], ["recipe.yaml", "run.json"]]
 
 
