@@ -15,11 +15,12 @@ SHAPE_HOOK := --jaxtyping-packages=dflash_lightning,beartype.beartype
 STARTED := $(shell date +%s)
 
 .DELETE_ON_ERROR:
-.PHONY: help install quickstart test lint format clean
+.PHONY: help install quickstart test parity lint format clean
 
 help:
 	@echo 'make quickstart  install, train a drafter for SmolLM2-135M-Instruct, measure it: runs/quickstart/report.json'
 	@echo 'make test        install, run the test suite'
+	@echo 'make parity      hold drafters against other programs: z-lab dflash, speculators, SpecForge (Python >= 3.11)'
 	@echo 'make lint        ruff and mypy'
 	@echo 'make format      let ruff rewrite what lint would refuse'
 	@echo 'make clean       remove the environment and caches; runs/ stays'
@@ -45,8 +46,15 @@ quickstart: $(INSTALLED)
 # that wait for each other made the suite several times slower on two busy cores.
 test: export OMP_NUM_THREADS = 1
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -q $(SHAPE_HOOK) -m 'not compiled'
+	$(BIN)/python tests/fetch_tokenizers.py
+	$(BIN)/python -m pytest -q $(SHAPE_HOOK) -m 'not compiled and not parity'
 	$(BIN)/python -m pytest -q -m compiled
+
+# These programs need versions of their own, so they run in an environment of their own, .parity.
+parity: export OMP_NUM_THREADS = 1
+parity: $(INSTALLED)
+	tests/parity/make_environment.sh .parity $(BIN)/python
+	$(BIN)/python -m pytest -q -m parity
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -58,4 +66,4 @@ format: $(INSTALLED)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .parity build .pytest_cache .mypy_cache .ruff_cache .hypothesis
