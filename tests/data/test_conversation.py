@@ -93,6 +93,19 @@ def test_turn_ends_where_the_target_stops_and_not_at_an_earlier_special_token(ki
     assert spans == ["Hello.<|end|>", "<|end|>"]
 
 
+def test_tool_call_that_closes_unlike_a_response_ends_at_its_own_first_special_token(kit: Any) -> None:
+    tokenizer = kit.make_tokenizer(
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{% if m.tool_calls %}{{ m.tool_calls[0].name }}<|call|>{% else %}{{ m.content }}<|im_end|>{% endif %}"
+        "{{ eos_token if loop.last and not add_generation_prompt }}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    messages = kit.chat("Temp?", "", "So?", "18")
+    messages[1]["tool_calls"] = [{"name": "look", "arguments": {}}]
+    ((_, spans),) = kit.texts(ChatRenderer(tokenizer), messages)
+    assert spans == ["look<|call|>", "18<|im_end|>"]
+
+
 def test_header_that_the_target_writes_itself_is_supervised(kit: Any) -> None:
     rows = kit.texts(ChatRenderer(kit.make_tokenizer("harmony")), kit.chat("Hi", "Hello.", "Bye", "Ciao"))
     assert [spans for _, spans in rows] == [
