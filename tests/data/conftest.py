@@ -119,8 +119,8 @@ TEMPLATES = {
 }
 # The token at which each family's target stops.
 STOPS = {
-    **dict.fromkeys(("chatml", "qwen3", "always_thinks", "phi4", "stock/qwen2_5", "stock/qwen3"), "<|im_end|>"),
-    **{"never_shows_reasoning": "<eos>", "mistral": "</s>", "stock/mistral_nemo": "</s>", "phi3": "<|end|>"},
+    **dict.fromkeys(("chatml", "qwen3", "always_thinks", "phi4", "stock/qwen3"), "<|im_end|>"),
+    **{"never_shows_reasoning": "<eos>", "mistral": "</s>", "phi3": "<|end|>"},
     **{
         "gemma": "<end_of_turn>",
         "stock/gemma3": "<end_of_turn>",
