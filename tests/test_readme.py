@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import shlex
@@ -9,8 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from dflash_lightning.commands.grammar import make_parser
+from dflash_lightning.data import DraftData
+from dflash_lightning.data.sources import make_sources
 from dflash_lightning.recipe import build_recipe, load_recipe
 from dflash_lightning.recipe_load import recipe_names
 
@@ -24,7 +28,7 @@ def blocks(language: str) -> list[str]:
 
 
 def test_the_example_loss_trains_from_its_two_files(tmp_path, monkeypatch, make_target):
-    (code,), (settings,) = blocks("python"), blocks("yaml")
+    (code,), settings = blocks("python"), next(block for block in blocks("yaml") if "focal" in block)
     imports = (
         "import torch\n"
         "from dflash_lightning.loss import LossTerm\n"
@@ -58,10 +62,20 @@ def test_the_example_loss_trains_from_its_two_files(tmp_path, monkeypatch, make_
 
 @pytest.mark.parametrize("line", [line for block in blocks("bash") for line in block.splitlines() if "dflash " in line])
 def test_commands_parse(line):
-    words = shlex.split(line, comments=True)
+    words = shlex.split(line.split(" > ")[0], comments=True)
     args = make_parser().parse_args(words[words.index("dflash") + 1 :])
     if words[1] == "fit":
         assert args.recipe in recipe_names()
+
+
+def test_the_example_of_sources_holds_settings_that_exist():
+    (block,) = [block for block in blocks("yaml") if block.startswith("data:")]
+    settings = OmegaConf.create(block).data
+    known = set(inspect.signature(DraftData.__init__).parameters)
+    assert {str(key) for key in settings} <= known
+    assert [source.path for source in make_sources(OmegaConf.to_container(settings.train), limit=None)] == [
+        source.path for source in settings.train
+    ]
 
 
 def test_files_and_tests_of_the_paper_index_exist():

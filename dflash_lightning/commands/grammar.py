@@ -182,7 +182,8 @@ OUT.failed.jsonl (line and reason of prompts without answer)."""
         "--chat-template-kwargs",
         type=_mapping,
         metavar="JSON",
-        help="""such as '{"enable_thinking": false}'; train with data.chat_template_kwargs set to the same""",
+        help="""such as '{"enable_thinking": false}'; default: those of --draft; train with data.chat_template_kwargs
+        set to the same""",
     )
     _add_device_arguments(parser)
 

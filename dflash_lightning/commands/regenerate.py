@@ -18,6 +18,9 @@ def regenerate(args: argparse.Namespace) -> int:
         target = open_target(args.target, device=args.device, dtype=args.dtype)
     else:
         target = open_target_of(draft, args.target, device=args.device, dtype=args.dtype)
+    kwargs = args.chat_template_kwargs
+    if kwargs is None and draft is not None:
+        kwargs = draft.chat_template_kwargs  # what the drafter was trained with
     report = regenerate_file(
         args.prompts,
         target,
@@ -29,7 +32,7 @@ def regenerate(args: argparse.Namespace) -> int:
         top_k=settings.top_k,
         seed=settings.seed,
         limit=args.limit,
-        chat_template_kwargs=args.chat_template_kwargs,
+        chat_template_kwargs=kwargs,
         draft=None if draft is None else draft.model,
         compile=settings.compile,
     )
