@@ -284,7 +284,7 @@ def test_dflash_2_is_refused_by_name(tiny_target, make_draft, write, spelling, s
         ),
         (flat, {"rope_scaling": {"type": "linear", "factor": 2.0}}, "'linear' is not supported"),
         (flat, {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
-        (flat, {"hidden_act": "relu"}, "hidden_act: 'relu' is none of"),
+        (flat, {"hidden_act": "relu"}, "hidden_act: 'relu' is unknown"),
         (flat, {"layer_types": ["full_attention"]}, r"contradicts itself .*num_hidden_layers.*layer_types"),
     ],
 )
