@@ -53,8 +53,8 @@ test: $(INSTALLED)
 # These programs need versions of their own, so they run in an environment of their own, .parity.
 parity: export OMP_NUM_THREADS = 1
 parity: $(INSTALLED)
-	tests/parity/make_environment.sh .parity $(BIN)/python
-	$(BIN)/python -m pytest -q -m parity
+	PIP_FLAGS='$(PIP_FLAGS)' tests/parity/make_environment.sh .parity $(BIN)/python
+	DFLASH_PARITY_PYTHON=.parity/bin/python $(BIN)/python -m pytest -q -m parity tests/parity
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
