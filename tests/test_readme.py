@@ -28,7 +28,7 @@ def blocks(language: str) -> list[str]:
 
 
 def test_the_example_loss_trains_from_its_two_files(tmp_path, monkeypatch, make_target):
-    (code,), settings = blocks("python"), next(block for block in blocks("yaml") if "focal" in block)
+    code, settings = (next(b for b in blocks(kind) if "Focal" in b) for kind in ("python", "yaml"))
     imports = (
         "import torch\n"
         "from dflash_lightning.loss import LossTerm\n"
