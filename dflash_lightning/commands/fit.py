@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TextIO
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -15,6 +17,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from omegaconf import DictConfig
 
 from dflash_lightning.callbacks import SpeculativeEval
+from dflash_lightning.model_files import without_progress_bars
 from dflash_lightning.recipe import Parts, build_recipe, check_recipe, load_recipe
 from dflash_lightning.run import RunFolder
 
@@ -35,13 +38,14 @@ def fit(recipe: str, overrides: Sequence[str], *, fresh: bool = False) -> int:
     folder = RunFolder(Path(cfg.run_dir))
     resume = _decide(folder, cfg, fresh)
     if resume is None:
-        print(f"{folder.path} is finished: nothing to do. Train again with --fresh, or see it: {_next(folder)}")
+        _say(f"{folder.path} is finished: nothing to do. Train again with --fresh, or see it: {_next(folder)}")
         return 0
-    parts = build_recipe(cfg)
+    with contextlib.nullcontext() if _is_main() else without_progress_bars():
+        parts = build_recipe(cfg)
     if _is_main():
         folder.begin(cfg)
         os.environ[_RESUME] = resume
-        print(f"run folder {folder.path}" + (f", resuming from {resume}" if resume else ""), flush=True)
+    _say(f"run folder {folder.path}" + (f", resuming from {resume}" if resume else ""))
     started = _run(parts, folder, resume)
     return INTERRUPTED if started is None else _conclude(parts, folder, started)
 
@@ -51,6 +55,12 @@ def _is_main() -> bool:
     return rank_zero_only.rank == 0  # type: ignore[attr-defined]
 
 
+def _say(text: str, file: TextIO | None = None) -> None:
+    """Print once, however many ranks there are."""
+    if _is_main():
+        print(text, file=file, flush=True)
+
+
 def _decide(folder: RunFolder, cfg: DictConfig, fresh: bool) -> str | None:
     """The checkpoint to resume from, "" to start anew, null when the run is finished."""
     if _RESUME in os.environ and not _is_main():
@@ -58,7 +68,7 @@ def _decide(folder: RunFolder, cfg: DictConfig, fresh: bool) -> str | None:
     if fresh and not _is_main():
         raise ValueError("--fresh: ranks started from outside cannot agree on it. Remove the run folder first.")
     if fresh and (aside := folder.set_aside()) is not None:
-        print(f"the earlier run is kept as {aside}")
+        _say(f"the earlier run is kept as {aside}")
     folder.check_same_run(cfg)
     if folder.finished:
         return None
@@ -90,7 +100,7 @@ def _run(parts: Parts, folder: RunFolder, resume: str) -> int | None:
     except (KeyboardInterrupt, SystemExit):  # Lightning ends the process on Ctrl-C and on SIGTERM
         saved = f"{folder.last} is kept" if folder.last.exists() else "there is no checkpoint yet"
         again = "goes on from there" if folder.last.exists() else "starts again"
-        print(f"\ninterrupted at step {parts.trainer.global_step}; {saved}. The same command {again}.", file=sys.stderr)
+        _say(f"\ninterrupted at step {parts.trainer.global_step}; {saved}. The same command {again}.", sys.stderr)
         return None
     finally:
         if _is_main():
@@ -104,14 +114,14 @@ def _conclude(parts: Parts, folder: RunFolder, started: int) -> int:
     """Refuse to call a run that trained nothing, or that diverged, a success; mark it finished otherwise."""
     problem = _problem(parts, started)
     if problem:
-        print(f"dflash: {problem}", file=sys.stderr)
+        _say(f"dflash: {problem}", sys.stderr)
         return 1
     if _is_main():
         steps = parts.trainer.global_step
         tau = parts.trainer.callback_metrics.get("decode/tau")
         facts = {} if tau is None else {"tau": float(tau)}
         folder.finish(optimizer_steps=steps, **facts)
-        print(f"finished after {steps} optimizer steps. Next: {_next(folder)}")
+        _say(f"finished after {steps} optimizer steps. Next: {_next(folder)}")
     return 0
 
 
