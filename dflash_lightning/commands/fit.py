@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TextIO
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -55,10 +54,10 @@ def _is_main() -> bool:
     return rank_zero_only.rank == 0  # type: ignore[attr-defined]
 
 
-def _say(text: str, file: TextIO | None = None) -> None:
+def _say(text: str, *, error: bool = False) -> None:
     """Print once, however many ranks there are."""
     if _is_main():
-        print(text, file=file, flush=True)
+        print(text, file=sys.stderr if error else sys.stdout, flush=True)
 
 
 def _decide(folder: RunFolder, cfg: DictConfig, fresh: bool) -> str | None:
@@ -100,7 +99,7 @@ def _run(parts: Parts, folder: RunFolder, resume: str) -> int | None:
     except (KeyboardInterrupt, SystemExit):  # Lightning ends the process on Ctrl-C and on SIGTERM
         saved = f"{folder.last} is kept" if folder.last.exists() else "there is no checkpoint yet"
         again = "goes on from there" if folder.last.exists() else "starts again"
-        _say(f"\ninterrupted at step {parts.trainer.global_step}; {saved}. The same command {again}.", sys.stderr)
+        _say(f"\ninterrupted at step {parts.trainer.global_step}; {saved}. The same command {again}.", error=True)
         return None
     finally:
         if _is_main():
@@ -114,7 +113,7 @@ def _conclude(parts: Parts, folder: RunFolder, started: int) -> int:
     """Refuse to call a run that trained nothing, or that diverged, a success; mark it finished otherwise."""
     problem = _problem(parts, started)
     if problem:
-        _say(f"dflash: {problem}", sys.stderr)
+        _say(f"dflash: {problem}", error=True)
         return 1
     if _is_main():
         steps = parts.trainer.global_step
