@@ -468,6 +468,7 @@ def test_two_processes_make_one_run_however_they_are_started(here: Path) -> None
         starts = (
             "run folder",
             "data: ",
+            "memory: ",
             "decoding, before training",
             "decoding, epoch 0",
             "decoding, epoch 1",

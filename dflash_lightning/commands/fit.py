@@ -16,7 +16,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from omegaconf import DictConfig
 
 from dflash_lightning.callbacks import SpeculativeEval
+from dflash_lightning.data import DraftData
 from dflash_lightning.model_files import without_progress_bars
+from dflash_lightning.model_memory import memory_line
+from dflash_lightning.module import DraftModule
 from dflash_lightning.recipe import Parts, build_recipe, check_recipe, load_recipe
 from dflash_lightning.run import RunFolder
 
@@ -74,10 +77,16 @@ def _decide(folder: RunFolder, cfg: DictConfig, fresh: bool) -> str | None:
     return str(folder.last) if folder.last.exists() else ""
 
 
-class _StartingStep(Callback):
-    """Notes the optimizer step at which this process began to train; null when no step was left to make."""
+class _Start(Callback):
+    """Says what training will hold in memory; notes the optimizer step it begins at, null when none is left to make."""
 
     step: int | None = None
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        data = trainer.datamodule  # type: ignore[attr-defined]
+        if isinstance(pl_module, DraftModule) and isinstance(data, DraftData):
+            tokens = data.rows_per_batch * (data.row_tokens if data.packing else data.max_length)
+            _say(memory_line(pl_module.target, pl_module.draft_model, pl_module.required(), tokens))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.step = trainer.global_step
@@ -89,7 +98,7 @@ def _run(parts: Parts, folder: RunFolder, resume: str) -> int | None:
     Raises:
         ValueError: Lightning refuses the trainer's settings for this run.
     """
-    begin = _StartingStep()
+    begin = _Start()
     parts.trainer.callbacks.insert(0, begin)  # type: ignore[attr-defined]
     clock = time.monotonic()
     try:
