@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.seed import isolate_rng
 
+from dflash_lightning.callbacks.agreement import disagreement
 from dflash_lightning.callbacks.figures import acceptance_figure, histogram_figure
 from dflash_lightning.data import check_prompt_lengths, load_prompts, render_prompt
 from dflash_lightning.decoding import DecodeStats, DecodingSettings
@@ -67,6 +68,7 @@ class SpeculativeEval(Callback):
         self.chat_template_kwargs = chat_template_kwargs or {}
         self.history: list[dict[str, float]] = []
         self.seconds = 0.0  # spent here in this process, compilation included
+        self._has_warned = False
         self._evaluator: Evaluator | None = None
         self._rendered: list[list[int]] = []
 
@@ -134,8 +136,12 @@ class SpeculativeEval(Callback):
         figures = evaluation.figures()
         self.history.append({"step": float(trainer.global_step), **figures})
         self._log(trainer, pl_module, evaluation, figures)
+        warning = disagreement(*pl_module.take_first_slot(), evaluation.stats)
         if trainer.is_global_zero:
             print(evaluation.table(f"decoding, {title}"), flush=True)
+            if warning is not None and not self._has_warned:
+                print(warning, flush=True)
+                self._has_warned = True
         for checkpoint in trainer.checkpoint_callbacks:  # decoding is the validation of a drafter
             checkpoint.on_validation_end(trainer, pl_module)
         self.seconds += time.monotonic() - begin

@@ -105,6 +105,7 @@ class DraftModule(LightningModule):
         self.model: DraftModel | None = None
         self._totals: tuple[tuple[int, int], SlotTotals] | None = None
         self._sums: dict[str, Tensor] = {}
+        self._first_slot: Tensor | None = None
         self._initial: dict[str, int] = {}
 
     # -- building -----------------------------------------------------------------------------------------------------
@@ -166,7 +167,7 @@ class DraftModule(LightningModule):
         self.target.to(self.device)
         self._lm = self.draft_model.head_of(self.target.lm)
         self._initial = _checksums(self.draft_model)
-        self._totals, self._sums = None, {}
+        self._totals, self._sums, self._first_slot = None, {}, None
 
     def _check_trainer(self) -> None:
         """Refuse what would train silently worse, or not at all."""
@@ -264,6 +265,14 @@ class DraftModule(LightningModule):
         for slot in range(first, len(correct)):
             value = correct[slot] / scored[slot].clamp(min=1)
             self.log(f"train/accuracy/slot_{slot - first + 1}", value, batch_size=1)
+        pair = torch.stack([correct[first], scored[first]])
+        self._first_slot = pair if self._first_slot is None else self._first_slot + pair
+
+    def take_first_slot(self) -> tuple[int, int]:
+        """First drafts that were right, and all of them, in the logged steps since the last call, over all ranks."""
+        right, counted = (0, 0) if self._first_slot is None else self._first_slot.tolist()
+        self._first_slot = None
+        return int(right), int(counted)
 
     # -- optimizer and checkpoints ------------------------------------------------------------------------------------
 

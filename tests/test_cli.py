@@ -18,6 +18,7 @@ import pytest
 import torch
 import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.fabric.utilities.rank_zero import rank_zero_only
 from transformers import PreTrainedTokenizerFast
 
 from dflash_lightning.callbacks import AtomicCheckpointIO
@@ -267,11 +268,16 @@ def test_fit_leaves_a_complete_run_folder(trained: Path) -> None:
     assert "model.embed_tokens.weight" not in checkpoint["state_dict"]
 
 
-def test_fit_of_a_finished_run_does_nothing(trained: Path, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fit_of_a_finished_run_does_nothing(
+    trained: Path, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = (trained / "checkpoints" / "last.ckpt").stat().st_mtime_ns
     assert main(["fit", *SMOKE, "run_dir=runs/trained"]) == 0
     assert main(["fit", "runs/trained"]) == 0
     assert capsys.readouterr().out.count("is finished: nothing to do") == 2
+    monkeypatch.setattr(rank_zero_only, "rank", 1)  # started by torchrun beside rank 0, which says it
+    assert main(["fit", "runs/trained"]) == 0
+    assert capsys.readouterr().out == ""
     assert (trained / "checkpoints" / "last.ckpt").stat().st_mtime_ns == before
 
 
@@ -441,6 +447,49 @@ def test_full_disk_is_one_error_and_the_run_can_go_on(
     monkeypatch.undo()
     os.chdir(here)
     assert main(arguments) == 0
+
+
+@pytest.mark.slow
+def test_two_processes_make_one_run_however_they_are_started(here: Path) -> None:
+    """By Lightning, and by torchrun, whose exit status is 0 only if both are."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+
+    def fit(name: str, *launcher: str) -> str:
+        arguments = [*SMOKE, f"run_dir=runs/{name}", "trainer.devices=2", "+trainer.strategy=ddp"]
+        command = [sys.executable, *launcher, "-m", "dflash_lightning", "fit", *arguments]
+        run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
+        assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-4000:]
+        assert "interrupted" not in run.stderr and run.stderr.count("Loading weights:   0%") <= 1
+        return run.stdout
+
+    for name, launcher in (("by_lightning", []), ("by_torchrun", torchrun)):
+        lines = fit(name, *launcher).splitlines()
+        starts = (
+            "run folder",
+            "data: ",
+            "memory: ",
+            "decoding, before training",
+            "decoding, epoch 0",
+            "decoding, epoch 1",
+            "finished",
+        )
+        for start in starts:
+            assert sum(line.startswith(start) for line in lines) == 1, (name, start)
+        files = {str(path.relative_to(here / "runs" / name)) for path in (here / "runs" / name).rglob("*")}
+        events = [file for file in files if "tfevents" in file]
+        assert len(events) == 1
+        assert files - {*events} == {
+            *("checkpoints", "checkpoints/best.ckpt", "checkpoints/last.ckpt", "logs", "logs/hparams.yaml"),
+            *("recipe.yaml", "run.json"),
+        }
+        state = json.loads((here / "runs" / name / "run.json").read_text())
+        assert state["finished"] and state["optimizer_steps"] == 6  # 12 documents, two at a time
+    ours, theirs = (
+        torch.load(here / "runs" / name / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+        for name in ("by_lightning", "by_torchrun")
+    )
+    assert all(torch.equal(value, theirs[key]) for key, value in ours.items())
 
 
 # -- using a drafter --------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -15,6 +16,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from omegaconf import DictConfig
 
 from dflash_lightning.callbacks import SpeculativeEval
+from dflash_lightning.data import DraftData
+from dflash_lightning.model_files import without_progress_bars
+from dflash_lightning.model_memory import memory_line
+from dflash_lightning.module import DraftModule
 from dflash_lightning.recipe import Parts, build_recipe, check_recipe, load_recipe
 from dflash_lightning.run import RunFolder
 
@@ -35,13 +40,14 @@ def fit(recipe: str, overrides: Sequence[str], *, fresh: bool = False) -> int:
     folder = RunFolder(Path(cfg.run_dir))
     resume = _decide(folder, cfg, fresh)
     if resume is None:
-        print(f"{folder.path} is finished: nothing to do. Train again with --fresh, or see it: {_next(folder)}")
+        _say(f"{folder.path} is finished: nothing to do. Train again with --fresh, or see it: {_next(folder)}")
         return 0
-    parts = build_recipe(cfg)
+    with contextlib.nullcontext() if _is_main() else without_progress_bars():
+        parts = build_recipe(cfg)
     if _is_main():
         folder.begin(cfg)
         os.environ[_RESUME] = resume
-        print(f"run folder {folder.path}" + (f", resuming from {resume}" if resume else ""), flush=True)
+    _say(f"run folder {folder.path}" + (f", resuming from {resume}" if resume else ""))
     started = _run(parts, folder, resume)
     return INTERRUPTED if started is None else _conclude(parts, folder, started)
 
@@ -51,6 +57,12 @@ def _is_main() -> bool:
     return rank_zero_only.rank == 0  # type: ignore[attr-defined]
 
 
+def _say(text: str, *, error: bool = False) -> None:
+    """Print once, however many ranks there are."""
+    if _is_main():
+        print(text, file=sys.stderr if error else sys.stdout, flush=True)
+
+
 def _decide(folder: RunFolder, cfg: DictConfig, fresh: bool) -> str | None:
     """The checkpoint to resume from, "" to start anew, null when the run is finished."""
     if _RESUME in os.environ and not _is_main():
@@ -58,17 +70,23 @@ def _decide(folder: RunFolder, cfg: DictConfig, fresh: bool) -> str | None:
     if fresh and not _is_main():
         raise ValueError("--fresh: ranks started from outside cannot agree on it. Remove the run folder first.")
     if fresh and (aside := folder.set_aside()) is not None:
-        print(f"the earlier run is kept as {aside}")
+        _say(f"the earlier run is kept as {aside}")
     folder.check_same_run(cfg)
     if folder.finished:
         return None
     return str(folder.last) if folder.last.exists() else ""
 
 
-class _StartingStep(Callback):
-    """Notes the optimizer step at which this process began to train; null when no step was left to make."""
+class _Start(Callback):
+    """Says what training will hold in memory; notes the optimizer step it begins at, null when none is left to make."""
 
     step: int | None = None
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        data = trainer.datamodule  # type: ignore[attr-defined]
+        if isinstance(pl_module, DraftModule) and isinstance(data, DraftData):
+            tokens = data.rows_per_batch * (data.row_tokens if data.packing else data.max_length)
+            _say(memory_line(pl_module.target, pl_module.draft_model, pl_module.required(), tokens))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.step = trainer.global_step
@@ -80,7 +98,7 @@ def _run(parts: Parts, folder: RunFolder, resume: str) -> int | None:
     Raises:
         ValueError: Lightning refuses the trainer's settings for this run.
     """
-    begin = _StartingStep()
+    begin = _Start()
     parts.trainer.callbacks.insert(0, begin)  # type: ignore[attr-defined]
     clock = time.monotonic()
     try:
@@ -90,7 +108,7 @@ def _run(parts: Parts, folder: RunFolder, resume: str) -> int | None:
     except (KeyboardInterrupt, SystemExit):  # Lightning ends the process on Ctrl-C and on SIGTERM
         saved = f"{folder.last} is kept" if folder.last.exists() else "there is no checkpoint yet"
         again = "goes on from there" if folder.last.exists() else "starts again"
-        print(f"\ninterrupted at step {parts.trainer.global_step}; {saved}. The same command {again}.", file=sys.stderr)
+        _say(f"\ninterrupted at step {parts.trainer.global_step}; {saved}. The same command {again}.", error=True)
         return None
     finally:
         if _is_main():
@@ -104,14 +122,14 @@ def _conclude(parts: Parts, folder: RunFolder, started: int) -> int:
     """Refuse to call a run that trained nothing, or that diverged, a success; mark it finished otherwise."""
     problem = _problem(parts, started)
     if problem:
-        print(f"dflash: {problem}", file=sys.stderr)
+        _say(f"dflash: {problem}", error=True)
         return 1
     if _is_main():
         steps = parts.trainer.global_step
         tau = parts.trainer.callback_metrics.get("decode/tau")
         facts = {} if tau is None else {"tau": float(tau)}
         folder.finish(optimizer_steps=steps, **facts)
-        print(f"finished after {steps} optimizer steps. Next: {_next(folder)}")
+        _say(f"finished after {steps} optimizer steps. Next: {_next(folder)}")
     return 0
 
 

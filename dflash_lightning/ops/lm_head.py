@@ -23,6 +23,11 @@ CHUNK_BYTES = 256 * 2**20
 CPU_CHUNK_BYTES = 28 * 2**20
 
 
+def chunk_bytes(device: torch.device) -> int:
+    """Bytes of logits that exist at a time on ``device``."""
+    return CPU_CHUNK_BYTES if device.type == "cpu" else CHUNK_BYTES
+
+
 @dataclass(eq=False)
 class View:
     """One draft distribution per slot, known by hidden rows; answers requests about them, chunk by chunk.
@@ -98,8 +103,7 @@ class _Chunks:
     def spans(self) -> list[slice]:
         """Runs of rows of about equal length, none longer than a chunk."""
         weight = self.view.lm.weight
-        size = CPU_CHUNK_BYTES if weight.device.type == "cpu" else CHUNK_BYTES
-        largest = self.view.chunk_rows or max(1, size // (4 * len(weight)))
+        largest = self.view.chunk_rows or max(1, chunk_bytes(weight.device) // (4 * len(weight)))
         pieces = -(-self.num_rows // largest)
         step = -(-self.num_rows // max(1, pieces))
         return [slice(i, min(i + step, self.num_rows)) for i in range(0, self.num_rows, max(1, step))]

@@ -13,8 +13,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from dflash_lightning.block import Anchored
 from dflash_lightning.callbacks import SpeculativeEval
-from dflash_lightning.decoding import DecodingSettings
+from dflash_lightning.callbacks.agreement import disagreement
+from dflash_lightning.decoding import DecodeStats, DecodingSettings
 from dflash_lightning.decoding.evaluation import Evaluator
 
 LENGTHS = [20, 9, 14, 30]
@@ -244,3 +246,50 @@ def test_prompts_beyond_the_positions_are_refused_before_training(prompts, tmp_p
 def test_a_period_of_0_is_refused(prompts):
     with pytest.raises(ValueError, match="every_n_steps: 0 is no period"):
         SpeculativeEval(prompts, decoding=settings(), every_n_steps=0)
+
+
+def first_slot(stood: int, rounds: int) -> DecodeStats:
+    return DecodeStats(3, at_risk=[rounds, stood, 0], stood=[stood, 0, 0])
+
+
+@pytest.mark.parametrize(
+    ("right", "counted", "stood", "rounds", "warned"),
+    [
+        (900, 1000, 120, 400, True),  # 90% and 30%
+        (600, 1000, 120, 400, False),  # twice is within chance
+        (900, 1000, 220, 400, False),  # learned by heart, as far as that is usual
+        (900, 1000, 3, 10, False),  # ten rounds say little
+        (9, 10, 120, 400, False),
+        (400, 1000, 0, 400, True),  # nothing stands at all
+        (0, 0, 120, 400, False),
+        (900, 1000, 0, 0, False),
+    ],
+)
+def test_training_and_decoding_that_disagree_are_told_from_chance(right, counted, stood, rounds, warned):
+    warning = disagreement(right, counted, first_slot(stood, rounds))
+    assert (warning is not None) == warned
+    if warned:
+        assert f"{right / counted:.0%} of first drafts are right" in warning and f"({rounds} rounds)" in warning
+
+
+def test_prompts_of_another_kind_than_the_rows_are_warned_of_once(
+    parts, tiny_target, tmp_path, prompts, capsys, write_rows
+):
+    """Rows of one token, over and over, which is not what the target says to the prompts."""
+    make_module, make_data, make_trainer = parts
+    rows = tmp_path / "same.jsonl"
+    rows.write_text((json.dumps({"input_ids": [7] * 40, "loss_mask": [0] * 4 + [1] * 36}) + "\n") * 8)
+    evaluation = SpeculativeEval(prompts, decoding=settings(max_new_tokens=60))
+    module = make_module(tiny_target, block=Anchored(block_size=4, num_anchors=30))
+    trainer = make_trainer(tmp_path, max_epochs=4, callbacks=[evaluation])
+    trainer.fit(module, datamodule=make_data(tiny_target, str(rows), max_length=40, row_tokens=40))
+    printed = capsys.readouterr().out
+    assert printed.count("of first drafts are right, but in decoding only") == 1
+    assert (
+        printed.index("decoding, epoch 0") < printed.index("warning: in training") < printed.index("decoding, epoch 1")
+    )
+    assert module.take_first_slot() == (0, 0)  # taken by the last evaluation
+    # The same prompts after rows that say little of first drafts: no warning.
+    trainer = make_trainer(tmp_path, callbacks=[SpeculativeEval(prompts, decoding=settings())])
+    trainer.fit(make_module(tiny_target), datamodule=make_data(tiny_target, write_rows(LENGTHS), packing=False))
+    assert "warning: in training" not in capsys.readouterr().out
