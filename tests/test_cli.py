@@ -481,7 +481,7 @@ def test_two_processes_make_one_run_however_they_are_started(here: Path) -> None
         assert len(events) == 1
         assert files - {*events} == {
             *("checkpoints", "checkpoints/best.ckpt", "checkpoints/last.ckpt", "logs", "logs/hparams.yaml"),
-            *("recipe.yaml", "run.json"),
+            *("recipe.yaml", "rejected.jsonl", "run.json"),
         }
         state = json.loads((here / "runs" / name / "run.json").read_text())
         assert state["finished"] and state["optimizer_steps"] == 6  # 12 documents, two at a time
