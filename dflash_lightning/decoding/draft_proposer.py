@@ -52,7 +52,8 @@ class DraftProposer(Proposer):
         self.weights = _decode_copy(draft, target)
         self.products: dict[nn.Linear, RowProduct] = {}
         self.model = self._with_row_products() if packed else self.weights
-        self.cache = self.model.make_cache(batch_size=batch_size, max_length=max_length, chunk_rows=PROMPT_ROWS)
+        chunk_rows = max(PROMPT_ROWS, draft.config.block_size)  # whatever is written past the cursor at once
+        self.cache = self.model.make_cache(batch_size=batch_size, max_length=max_length, chunk_rows=chunk_rows)
         self._make_buffers()
         self._absorb: Callable[..., None] | None = None
         self._step: Callable[..., Tensor] | None = None

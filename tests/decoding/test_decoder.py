@@ -275,3 +275,11 @@ def test_verifiers_that_would_not_do_what_is_asked_are_refused(make_target) -> N
         resolve_verifier("block", SamplingSpec())
     assert resolve_verifier("auto", SamplingSpec()) == "greedy"
     assert resolve_verifier("auto", SamplingSpec(temperature=0.5)) == "token"
+
+
+def test_a_block_longer_than_a_chunk_of_the_prompt_fits_the_buffers(make_target, make_draft, plain_generate) -> None:
+    """Near the end of the buffers a round writes its whole block past the last committed position."""
+    target = make_target("llama")
+    decoder = _decoder(target, make_draft(target, block_size=96), max_length=len(PROMPTS[0]) + MAX_NEW)
+    (found,) = decoder.decode(PROMPTS[:1], max_new_tokens=MAX_NEW, stop_ids=()).generations
+    assert found.output_ids == plain_generate(target, PROMPTS[0], MAX_NEW, ())
