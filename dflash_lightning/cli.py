@@ -17,7 +17,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Ctrl-C is 130. A reader that went away is 141, as the shell has it: the work was cut off, except for lists.
     """
-    args = make_parser().parse_args(argv)
+    args = _parse(argv)
     try:
         status = _RUN[args.command](args)
         sys.stdout.flush()
@@ -31,6 +31,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.debug:
             traceback.print_exc()
         return _complain(_explain(error) + ("" if args.debug else "\n(--debug shows where it came from)"), 2)
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """What was typed; settings (``key=value``) may stand behind options too, which argparse alone does not allow."""
+    parser = make_parser()
+    args, rest = parser.parse_known_args(argv)
+    settings = [word for word in rest if "=" in word and not word.startswith("-")]
+    if len(settings) < len(rest) or "overrides" not in args:
+        parser.parse_args(argv)  # complains
+    elif settings:
+        args.overrides = [*args.overrides, *settings]
+    return args
 
 
 def _explain(error: ValueError | OSError) -> str:

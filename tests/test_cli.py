@@ -167,6 +167,15 @@ def test_a_reader_that_goes_away_cuts_work_off_but_not_a_list(name: str, argumen
     assert ("went away" in error) == (status == 141)
 
 
+def test_settings_may_stand_behind_options(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "smoke", "seed=5", "--debug", "optim.lr=1e-3"]) == 0
+    shown = capsys.readouterr().out
+    assert "seed: 5" in shown and "lr: 0.001" in shown
+    for words in (["show", "smoke", "--debug", "--fresh=1"], ["recipes", "a=b"], ["show", "smoke", "--debug", "word"]):
+        with pytest.raises(SystemExit, match="2"):
+            main(words)
+
+
 # -- errors -----------------------------------------------------------------------------------------------------------
 
 

@@ -29,12 +29,7 @@ def blocks(language: str) -> list[str]:
 
 def test_the_example_loss_trains_from_its_two_files(tmp_path, monkeypatch, make_target):
     code, settings = (next(b for b in blocks(kind) if "Focal" in b) for kind in ("python", "yaml"))
-    imports = (
-        "import torch\n"
-        "from dflash_lightning.loss import LossTerm\n"
-        "from dflash_lightning.ops.lm_head import LabelLogProb\n"
-    )
-    (tmp_path / "my_losses.py").write_text(imports + code)
+    (tmp_path / "my_losses.py").write_text(code)
     monkeypatch.syspath_prepend(str(tmp_path))
     target = make_target("llama")
     target.model.save_pretrained(tmp_path / "target")

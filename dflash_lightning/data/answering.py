@@ -66,6 +66,8 @@ class Conversation:
         self.input_ids = self.input_ids + ids
         self.loss_mask = self.loss_mask + [1] * len(ids)
         self.answered += 1
+        if self.finish == "length" and self.asked < len(self.script.messages):
+            self.unanswered = f"the answer before it was cut at {len(ids)} tokens"
 
     @property
     def done(self) -> bool:

@@ -126,12 +126,17 @@ def test_later_turns_follow_the_new_answers_and_system_prompts_stay(target: Froz
     assert [message["role"] for message in second["messages"]] == ["user", "assistant"]
 
 
-def test_a_cut_answer_ends_the_conversation(target: FrozenTarget, tmp_path: Path) -> None:
+def test_a_cut_answer_ends_the_conversation_and_that_is_said(target: FrozenTarget, tmp_path: Path) -> None:
     target.stop_ids = (257,)
-    prompts = write_rows(tmp_path / "p.jsonl", [{"turns": ["one", "two", "three"]}])
-    (row,) = read(run(prompts, target, tmp_path / "out.jsonl").out)
-    assert row["finish"] == "length"
+    prompts = write_rows(tmp_path / "p.jsonl", [{"turns": ["one", "two", "three"]}, {"turns": ["one"]}])
+    report = run(prompts, target, tmp_path / "out.jsonl")
+    row, _ = read(report.out)
+    assert row["finish"] == "length" and "was cut" in row["unanswered"]
     assert [message["role"] for message in row["messages"]] == ["user", "assistant"]
+    assert report.counts.cut == 2 and report.counts.unfinished == 1
+    assert report.failures is not None
+    (failure,) = read(report.failures)
+    assert failure["row"] == 0 and failure["answered"] == 1
 
 
 def test_turns_share_a_row_unless_the_template_rewrites_history(byte_tokenizer: Any) -> None:
@@ -288,7 +293,8 @@ def test_a_job_killed_anywhere_again_and_again_ends_like_one_that_was_not(
     meta, expected = (json.loads(Path(f"{path}.meta.json").read_text()) for path in (out, whole))
     assert meta == expected
     left = {path.name for path in tmp_path.iterdir() if not path.name.endswith(".tmp")}
-    assert left == {"prompts.jsonl", *(f"{name}.jsonl{end}" for name in ("out", "whole") for end in ("", ".meta.json"))}
+    ends = ("", ".meta.json", ".failed.jsonl")  # some answers are cut, and leave a turn unasked
+    assert left == {"prompts.jsonl", *(f"{name}.jsonl{end}" for name in ("out", "whole") for end in ends)}
 
 
 def test_a_second_process_is_refused_while_the_first_one_writes(
