@@ -18,12 +18,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers.utils import cached_file, logging
 
-from dflash_lightning.draft_config import DraftConfig
+from dflash_lightning.draft_config import NESTED, DraftConfig
 from dflash_lightning.model_foreign import OURS, Source, adopt_settings, explain_tensors, source_of
 from dflash_lightning.model_vocabulary import VOCABULARY_MAPS, take_extras
 
-CONFIG_FILE = "config.json"
+CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
 PARTS = ("conditioning.", "drafter.", "head.")
+_BLOCKS = (NESTED, "rope_parameters", "rope_scaling", "target", "transformer_layer_config", "speculators_config")
 COMPILED = "_orig_mod."
 
 
@@ -58,8 +59,24 @@ def _read_json(folder: str | Path, **hub: Any) -> dict[str, Any]:
         raise ValueError(
             f"{folder}: there is no {CONFIG_FILE}, so it holds no drafter. Give the folder of a saved drafter."
         )
-    raw = json.loads(Path(str(cached_file(str(folder), CONFIG_FILE, **hub))).read_text())
-    assert isinstance(raw, dict)
+    return read_object(Path(str(cached_file(str(folder), CONFIG_FILE, **hub))), "Give the folder of a saved drafter.")
+
+
+def read_object(file: Path, advice: str) -> dict[str, Any]:
+    """The JSON object in ``file``; ``advice`` says what to do where there is none.
+
+    Raises:
+        ValueError: it is no text, no JSON, or no object with objects in the places where configurations have some.
+    """
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:  # of decoding as well as of parsing
+        raise ValueError(f"{file} cannot be read as JSON ({error}). {advice}") from error
+    if not isinstance(raw, dict):
+        raise ValueError(f"{file} holds {str(raw)[:40]} instead of an object of settings. {advice}")
+    for name in _BLOCKS:
+        if not isinstance(raw.get(name) or {}, dict):
+            raise ValueError(f"{file}: {name} is {str(raw[name])[:40]} instead of an object of settings. {advice}")
     return raw
 
 
@@ -77,7 +94,7 @@ def load_draft_weights(
     """What ``load`` (transformers' ``from_pretrained``) makes of ``path``, with our names and without tolerance.
 
     Raises:
-        ValueError: tensors are missing, unexpected or of another shape; all of them are listed.
+        ValueError: tensors are missing, unexpected or of another shape (all of them are listed), or a file is damaged.
     """
     hub = {key: kwargs[key] for key in ("revision", "cache_dir", "token", "local_files_only") if key in kwargs}
     source = OURS
@@ -90,13 +107,22 @@ def load_draft_weights(
     mapping = _key_mapping(names, source)
     kwargs |= {"key_mapping": mapping, "output_loading_info": True, "ignore_mismatched_sizes": True}
     with without_load_report():  # the faults are listed here, and extras are no fault
-        model, info = load(str(path), *args, config=config, **kwargs)
+        try:
+            model, info = load(str(path), *args, config=config, **kwargs)
+        except SafetensorError as error:
+            raise _unreadable(path, WEIGHTS_FILE, error) from error
     extras = {*source.copies, *(VOCABULARY_MAPS if source.maps_vocabulary else ())} & {*info["unexpected_keys"]}
     _check_loaded(info, extras, str(path))
     if extras:
         take_extras(model, read_tensors(path, sorted(extras), **hub), str(path))
     model._weight_conversions = []  # saving renames by ``file_names``, not by transformers' record of this load
     return (model, info) if want_info else model
+
+
+def _unreadable(folder: str | Path, file: str, error: SafetensorError) -> ValueError:
+    there = Path(folder) / file
+    named = there if there.is_file() else f"{folder}: a file of its weights"
+    return ValueError(f"{named} cannot be read ({error}): cut short, or no safetensors. Copy or export it again.")
 
 
 def _check_loaded(info: Mapping[str, Any], extras: AbstractSet[str], where: str) -> None:
@@ -128,7 +154,7 @@ def _key_mapping(names: Mapping[str, str], source: Source) -> dict[str, str]:
 def read_tensors(folder: str | Path, names: Sequence[str], **hub: Any) -> dict[str, Tensor]:
     """The tensors ``names`` of a folder of safetensors, whichever of its files each is in."""
     index = cached_file(str(folder), "model.safetensors.index.json", _raise_exceptions_for_missing_entries=False, **hub)
-    files = {name: "model.safetensors" for name in names}
+    files = {name: WEIGHTS_FILE for name in names}
     if index is not None:
         files = {name: json.loads(Path(str(index)).read_text())["weight_map"][name] for name in names}
     found = {}
@@ -168,9 +194,12 @@ def write_folder(folder: str | Path, write: Callable[[Path], Any]) -> None:
     there is none, and a kill in that instant leaves the former one under the name ``.<folder>.old-<process>``.
 
     Raises:
+        ValueError: a file or a link stands there, which is no folder of ours to replace.
         OSError: it could not be written (no space, no permission); what was there before is untouched.
     """
     final = Path(folder)
+    if final.is_symlink() or (final.exists() and not final.is_dir()):
+        raise ValueError(f"{final} is a file or a link, and no folder to be replaced. Choose another folder.")
     new, old = (final.parent / f".{final.name}.{kind}-{os.getpid()}" for kind in ("new", "old"))
     try:
         final.parent.mkdir(parents=True, exist_ok=True)

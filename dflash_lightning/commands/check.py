@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 from dflash_lightning.commands.drafts import open_target
 from dflash_lightning.export import Exported, Outcome, check, merge_observed
 from dflash_lightning.files import find_file
+from dflash_lightning.model_files import read_object
 from dflash_lightning.target import FrozenTarget
+
+OBSERVED_ADVICE = "Give --observed a file with {'prompts': [{'prompt_ids': .., 'draft_ids': ..}]}."
 
 
 def check_export(args: argparse.Namespace) -> int:
@@ -19,8 +21,8 @@ def check_export(args: argparse.Namespace) -> int:
     target: FrozenTarget = open_target(name, device=args.device, dtype=args.dtype or exported.replay.dtype)
     observed = None
     if args.observed is not None:
-        raw = json.loads(find_file(args.observed, setting="--observed").read_text(encoding="utf-8"))
-        observed = merge_observed(exported.replay, raw)
+        file = find_file(args.observed, setting="--observed")
+        observed = merge_observed(exported.replay, read_object(file, OBSERVED_ADVICE))
     outcome = check(exported, target, observed)
     print(describe(outcome, args.folder, exported))
     return 0 if outcome.passed else 1

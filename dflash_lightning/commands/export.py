@@ -10,7 +10,7 @@ from typing import Any
 from dflash_lightning.commands.drafts import FoundDraft, find_draft, open_target_of
 from dflash_lightning.commands.report import REPORT_FILE
 from dflash_lightning.data import load_prompts, render_prompt
-from dflash_lightning.export import FORMATS, serving
+from dflash_lightning.export import FORMATS, check_place, serving
 from dflash_lightning.export import export as write_export
 from dflash_lightning.run import file_digest
 from dflash_lightning.target import FrozenTarget
@@ -26,9 +26,10 @@ MESSAGES = (
 
 def export(args: argparse.Namespace) -> int:
     """Write the folder and print how to serve it."""
+    folder = Path(args.out)
+    check_place(folder, replace=args.replace, source=Path(args.draft).expanduser())
     draft = find_draft(args.draft)
     target = open_target_of(draft, args.target, device=args.device, dtype=args.dtype)
-    folder = Path(args.out)
     write_export(
         draft.model,
         target,

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from dflash_lightning.draft_config import NESTED
 from dflash_lightning.export.base import DTYPES, Exporter
 from dflash_lightning.export.conventions import Conventions, Drafting
 from dflash_lightning.export.faults import (
@@ -24,10 +25,12 @@ from dflash_lightning.export.faults import (
 )
 from dflash_lightning.export.formats import FORMATS
 from dflash_lightning.export.replay import REPLAY_FILE, RecordedPrompt, Replay, Replayer, digests
+from dflash_lightning.export.speculators import LAYERS
+from dflash_lightning.model_config import check_config, identify
+from dflash_lightning.model_files import CONFIG_FILE, WEIGHTS_FILE, read_draft_config, read_object
 from dflash_lightning.target import FrozenTarget, check_mask_token_id
 from dflash_lightning.target.mask_token import reserved_ids, special_ids
 
-CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
 _MISSING = object()
 
 
@@ -72,10 +75,7 @@ def _read_json(folder: Path, name: str) -> dict[str, Any]:
     file = folder / name
     if not file.is_file():
         raise ValueError(f"{folder}: there is no {name}. Give a folder that `dflash export` wrote.")
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{file} is no JSON ({error}). Export again.") from error
+    return read_object(file, "Export again.")
 
 
 @dataclass
@@ -122,12 +122,16 @@ def check(exported: Exported, target: FrozenTarget, observed: list[RecordedPromp
     outcome.faults += outcome.changed.values()
     try:
         conventions = exported.exporter.read(exported.raw)
-    except ValueError as error:
-        outcome.faults.append(f"{exported.exporter.consumer} would fail on config.json: {error}")
+    except (ValueError, TypeError, StrictDataclassError) as error:  # TypeError: a value of another kind, as "2" for 2
+        reason = error.__cause__ if isinstance(error, StrictDataclassError) else error
+        outcome.faults.append(f"{exported.exporter.consumer} would fail on config.json: {reason}")
         return outcome
     weights = exported.exporter.read_tensors(exported.tensors)
     vocabulary = weights.pop("draft_vocab", None)
     outcome.faults += [*_wrong_tensors(weights, conventions), *_wrong_ids(conventions, target)]
+    outcome.faults += _unlike_target(exported, target, vocabulary)
+    if not outcome.faults:
+        outcome.faults += _refused_here(exported, target)
     if outcome.faults and not _can_run(weights, conventions, target):
         return outcome
     _replay(outcome, exported, target, conventions, {k: v.float() for k, v in weights.items()}, vocabulary, observed)
@@ -220,6 +224,41 @@ def _wrong_ids(conventions: Conventions, target: FrozenTarget) -> Iterator[str]:
         check_mask_token_id(conventions.mask_token_id, target)
     except ValueError as error:
         yield f"mask id: {error}"
+
+
+def _unlike_target(exported: Exported, target: FrozenTarget, vocabulary: Tensor | None) -> Iterator[str]:
+    """What config.json states about the target, in whichever block, and the target has otherwise."""
+    facts = target.facts
+    expected: dict[str, Any] = {
+        "vocab_size": facts.vocab_size,
+        "draft_vocab_size": facts.vocab_size if vocabulary is None else len(vocabulary),
+        "hidden_size": facts.hidden_size,
+        "target_hidden_size": facts.hidden_size,
+        "num_target_layers": facts.num_layers,
+        "output_multiplier": target.lm.scale,
+        "final_logit_softcapping": target.lm.softcap,
+    }
+    for block in ("", f"{NESTED}.", f"{LAYERS}."):
+        yield from _unlike(exported.raw, {block + name: value for name, value in expected.items()})
+    known = {name: value for name, value in identify(facts).items() if name not in ("name", "revision")}
+    yield from _unlike(exported.raw, {f"target.{name}": value for name, value in known.items()})
+
+
+def _unlike(raw: Mapping[str, Any], expected: Mapping[str, Any]) -> Iterator[str]:
+    for path, value in expected.items():
+        stated = _lookup(raw, path)
+        if stated is not _MISSING and stated is not None and stated != value:
+            yield f"config.json states {path}={stated}, but the target implies {value}"
+
+
+def _refused_here(exported: Exported, target: FrozenTarget) -> Iterator[str]:
+    """Why `dflash generate` would not decode with the folder."""
+    try:
+        config = read_draft_config(exported.folder)
+        check_config(config)
+        target.check_draft(config)
+    except ValueError as error:
+        yield f"`dflash generate` would refuse it: {error}"
 
 
 def _can_run(weights: Mapping[str, Tensor], conventions: Conventions, target: FrozenTarget) -> bool:

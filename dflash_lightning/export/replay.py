@@ -79,9 +79,15 @@ def merge_observed(replay: Replay, raw: Mapping[str, Any]) -> list[RecordedPromp
         ValueError: an entry lacks something, or is none of the replay's prompts.
     """
     known, merged = {tuple(prompt.prompt_ids): prompt for prompt in replay.prompts}, []
-    for number, entry in enumerate(raw.get("prompts") or (), start=1):
-        prompt = known.get(tuple(entry.get("prompt_ids") or ()))
-        if prompt is None or not entry.get("draft_ids"):
+    entries = raw.get("prompts") or []
+    for number, entry in enumerate(entries if isinstance(entries, list) else [entries], start=1):
+        if not isinstance(entry, dict) or not all(_is_ids(entry.get(name)) for name in ("prompt_ids", "draft_ids")):
+            raise ValueError(
+                f"--observed: prompt {number} is no {{'prompt_ids': [..], 'draft_ids': [..]}} with lists of token ids "
+                f"({str(entry)[:60]}). Correct the file."
+            )
+        prompt = known.get(tuple(entry["prompt_ids"]))
+        if prompt is None or not entry["draft_ids"]:
             raise ValueError(
                 f"--observed: prompt {number} has no draft_ids, or prompt_ids that are none of {REPLAY_FILE}'s. Record "
                 "what the engine drafts behind output_ids[0] of those prompts."
@@ -93,6 +99,10 @@ def merge_observed(replay: Replay, raw: Mapping[str, Any]) -> list[RecordedPromp
             "--observed: the file has no prompts. Write {'prompts': [{'prompt_ids': .., 'draft_ids': ..}]}."
         )
     return merged
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list) and all(type(i) is int for i in value)
 
 
 def digests(tensors: Mapping[str, Tensor]) -> dict[str, list[str]]:

@@ -120,8 +120,9 @@ class SpeculatorsExporter(Exporter):
         return kept
 
     def read(self, raw: Mapping[str, Any]) -> Conventions:
-        if raw["speculators_model_type"] != "dflash":
-            raise ValueError(f"speculators_model_type: {raw['speculators_model_type']!r} is no DFlash drafter.")
+        kind = required(raw, "speculators_model_type", "speculators_model_type")
+        if kind != "dflash":
+            raise ValueError(f"speculators_model_type: {kind!r} is no DFlash drafter.")
         cfg = Qwen3Config.from_dict(dict(required(raw, LAYERS, LAYERS)))
         is_causal = raw[LAYERS].get("is_causal")
         if is_causal is None:

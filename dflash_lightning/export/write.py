@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ from dflash_lightning.model_config import identify
 from dflash_lightning.model_files import file_names, write_folder
 from dflash_lightning.target import FrozenTarget, check_mask_token_id
 
+RECIPE_FILE = "recipe.yaml"  # by which a run's folder is known; the part that names it must not be imported here
+
 
 def export(
     draft: DraftModel,
@@ -43,12 +46,12 @@ def export(
     ``report`` is the measurement of this very drafter, or null: the card states no number that was not measured.
 
     Raises:
-        ValueError: the format cannot hold the drafter, the drafter is not the target's, or the folder exists.
+        ValueError: the format cannot hold the drafter, the drafter is not the target's, or
+            ``check_place`` refuses the folder.
         OSError: it could not be written; what was there before is unchanged.
     """
     exporter = _find(format, dtype)
-    if folder.exists() and not replace:
-        raise ValueError(f"--out: {folder} exists. Choose another folder, or allow it to be replaced with --replace.")
+    check_place(folder, replace=replace)
     target.check_draft(draft.config)
     check_mask_token_id(draft.config.mask_token_id, target)
     config = _own_config(draft.config, target, chat_template_kwargs or {})
@@ -69,6 +72,35 @@ def export(
     files = exporter.files(config, facts) | {"README.md": card}
     files |= {"config.json": _json(raw), REPLAY_FILE: _json(replay.as_json(), indent=None)}
     write_folder(folder, lambda place: _write(place, tensors, files))
+
+
+def check_place(folder: Path, *, replace: bool, source: Path | None = None) -> None:
+    """Refuse to write to ``folder`` where something stands that is not ours to delete.
+
+    With ``replace`` only a real folder may stand there that is empty or an earlier export (it holds the replay).
+    ``source`` is where the drafter is read, which must outlive its export.
+
+    Raises:
+        ValueError: something stands there that is not replaced.
+    """
+    if not os.path.lexists(folder):
+        return
+    if not replace:
+        raise ValueError(f"--out: {folder} exists. Choose another folder, or allow it to be replaced with --replace.")
+    reason = ""
+    if folder.is_symlink() or not folder.is_dir():
+        reason = "is a link" if folder.is_symlink() else "is no folder"
+    elif source is not None and source.resolve().is_relative_to(folder.resolve()):
+        reason = f"holds the drafter that is exported ({source})"
+    elif (folder / RECIPE_FILE).exists():
+        reason = f"is a run (it holds {RECIPE_FILE})"
+    elif any(folder.iterdir()) and not (folder / REPLAY_FILE).is_file():
+        reason = f"is no earlier export (it holds files, but no {REPLAY_FILE})"
+    if reason:
+        raise ValueError(
+            f"--out: {folder} {reason}, so --replace does not delete it; only an empty folder or an earlier export is "
+            "replaced. Choose another folder."
+        )
 
 
 def _find(format: str, dtype: str) -> Exporter:

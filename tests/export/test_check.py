@@ -307,7 +307,9 @@ def test_an_engine_that_does_what_the_replay_says_passes(fitted, exports):
     assert check(exported, fitted[0], merge_observed(exported.replay, seen)).passed
 
 
-@pytest.mark.parametrize("seen", [{}, {"prompts": [{"prompt_ids": [1], "draft_ids": [2]}]}])
+@pytest.mark.parametrize(
+    "seen", [{}, {"prompts": [{"prompt_ids": [1], "draft_ids": [2]}]}, {"prompts": [3]}, {"prompts": 3}]
+)
 def test_observations_of_something_else_are_refused(exports, seen):
     with pytest.raises(ValueError, match="--observed: "):
         merge_observed(Exported.open(exports["vllm"]).replay, seen)

@@ -169,6 +169,7 @@ def test_a_folder_that_is_there_is_replaced_only_when_that_is_asked_for(tmp_path
     with pytest.raises(ValueError, match=r"--out: .* exists.*--replace"):
         write_module.export(make_draft(tiny_target), tiny_target, tmp_path / "out", **arguments)
     assert (tmp_path / "out" / "mine.txt").read_text() == "keep me"
+    (tmp_path / "out" / "replay.json").write_text("{}")  # as in an earlier export
     write_module.export(make_draft(tiny_target), tiny_target, tmp_path / "out", replace=True, **arguments)
     names = {"README.md", "config.json", "model.safetensors", "replay.json"}
     assert {file.name for file in (tmp_path / "out").iterdir()} == names
