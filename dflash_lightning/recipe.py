@@ -78,7 +78,7 @@ def _make_trainer(tree: dict[str, Any]) -> Trainer:
     callbacks = list(make(tree["callbacks"]).values())
     try:
         return make(tree["trainer"], callbacks=callbacks)
-    except (MisconfigurationException, ValueError) as error:
+    except (MisconfigurationException, ValueError, TypeError) as error:  # TypeError: devices that are none
         do = "See the trainer options (dflash recipes), or set the trainer's arguments one by one"
         raise RecipeError([Fault("trainer", str(error).rstrip("."), do)], f"recipe {tree['name']!r}") from error
 

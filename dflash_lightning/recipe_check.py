@@ -19,6 +19,7 @@ from dflash_lightning.module import DraftModule
 from dflash_lightning.recipe_faults import Fault, hint_for, split_message
 from dflash_lightning.recipe_hints import advice, describe, fits, hints_of, is_settings_class
 from dflash_lightning.recipe_make import locate, make
+from dflash_lightning.recipe_ranges import range_faults
 from dflash_lightning.target.load import locate as locate_target
 from dflash_lightning.types import Alignment
 
@@ -107,6 +108,7 @@ def _check_tree(tree: dict[str, Any]) -> Iterator[Fault]:
     yield from _check_alignment(tree.get("block"))
     yield from _check_suggested(tree.get("target"))
     yield from _check_monitors(tree.get("callbacks"))
+    yield from range_faults(tree)
     yield from _check_files(tree)
 
 

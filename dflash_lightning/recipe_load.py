@@ -6,6 +6,8 @@ Needs neither torch nor Lightning, so that ``dflash show`` and ``dflash recipes`
 from __future__ import annotations
 
 import re
+import shutil
+import tempfile
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from importlib.resources import files
@@ -22,6 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from dflash_lightning.recipe_faults import Fault, RecipeError, hint_for
 
+_PRIMARY = "dflash_lightning_primary_recipe"  # no configuration of Hydra or of a plugin has this name
 RECIPE_FILE = "recipe.yaml"  # the resolved recipe's name in a run folder
 # Any value of this group that is no option is a model's path, hub id or GGUF file: "target=Qwen/Qwen3-4B".
 _TARGET, _CUSTOM_TARGET = "target", "custom"
@@ -55,7 +58,9 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> DictConfig:
     """The recipe as one tree, interpolations not yet resolved.
 
     ``name_or_path`` is a shipped name, a YAML file in any folder (its ``defaults`` may name shipped recipes and
-    options, and options in sub-folders of its own), or a run folder, whose saved recipe is taken. ``overrides`` follow
+    options, and recipes and options of its own folder, which go before shipped ones of that name), or a run folder,
+    whose saved recipe is taken. A shipped name always means the shipped recipe, whatever lies in the working folder: a
+    file or run folder of that name is written as ``smoke.yaml`` or ``./smoke``. ``overrides`` follow
     Hydra's grammar: ``optim.lr=1e-3``, ``drafter=other_option``, ``~callbacks.speculative_eval``.
 
     A key that the recipe does not have is let in here, so that ``check_recipe`` can report it with all other faults.
@@ -71,12 +76,12 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> DictConfig:
         grammar += _translate(text, options, faults)
     if faults:
         raise RecipeError(faults, name_or_path)
-    search = f"hydra.searchpath=['file://{recipes_folder()}']"
     try:
-        with initialize_config_dir(str(file.parent.resolve()), version_base="1.3"):
-            cfg = compose(file.stem, overrides=[search, *grammar])
+        cfg = _compose(file, grammar)
+    except RecursionError:
+        raise RecipeError([*_circular(file)], name_or_path) from None
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
-        text = " ".join(line.strip() for line in str(error).splitlines() if line.strip())
+        text = " ".join(line.strip() for line in str(error).splitlines() if line.strip()).replace(_PRIMARY, file.stem)
         raise RecipeError(
             [Fault(str(file), text, "See `dflash recipes` for recipes and options")], name_or_path
         ) from error
@@ -86,7 +91,43 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> DictConfig:
     return cfg
 
 
+def _compose(file: Path, overrides: list[str]) -> DictConfig:
+    """Hydra's tree of a file, composed from a copy under a name of ours.
+
+    Hydra looks through its own packaged configurations (and those of its plugins) before any folder it is given, so
+    that a file of the same name there would silently take the place of the user's.
+    """
+    folders = dict.fromkeys([file.parent.resolve(), recipes_folder().resolve()])
+    quoted = ["'file://" + str(folder).replace("'", "\\'") + "'" for folder in folders]
+    search = f"hydra.searchpath=[{','.join(quoted)}]"
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copyfile(file, Path(folder) / f"{_PRIMARY}.yaml")
+        with initialize_config_dir(folder, version_base="1.3"):
+            return compose(_PRIMARY, overrides=[search, *overrides])
+
+
+def _circular(file: Path) -> Iterator[Fault]:
+    """Which files of a recipe's folder include themselves, once composing it has found no end."""
+    found = [path for path in sorted(file.parent.rglob("*.yaml")) if path.stem in _included(path)]
+    for path in found:
+        what = "includes itself: in defaults, files of this folder go before shipped ones of the same name"
+        yield Fault(str(path), what, "Rename it, or name another file in its defaults")
+    if not found:
+        yield Fault(
+            str(file), "its defaults, or aliases in a file they name, lead back to themselves", "Break the circle"
+        )
+
+
+def _included(path: Path) -> list[str]:
+    """The plain names in a file's ``defaults``."""
+    tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    defaults = tree.get("defaults") if isinstance(tree, dict) else None
+    return [entry for entry in defaults if isinstance(entry, str)] if isinstance(defaults, list) else []
+
+
 def _find(name_or_path: str) -> Path:
+    if name_or_path in recipe_names():
+        return recipes_folder() / f"{name_or_path}.yaml"
     path = Path(name_or_path).expanduser()
     if path.is_dir() and (path / RECIPE_FILE).exists():
         return path / RECIPE_FILE
@@ -97,10 +138,8 @@ def _find(name_or_path: str) -> Path:
         raise RecipeError(
             [Fault(name_or_path, what, f"Give a YAML file, or one of {', '.join(recipe_names())}")], "RECIPE"
         )
-    if name_or_path not in recipe_names():
-        fault = Fault(name_or_path, "no recipe of that name is shipped", hint_for(name_or_path, recipe_names()))
-        raise RecipeError([fault], "RECIPE")
-    return recipes_folder() / f"{name_or_path}.yaml"
+    do = f"{hint_for(name_or_path, recipe_names())}; a file or run folder of your own is written NAME.yaml or ./NAME"
+    raise RecipeError([Fault(name_or_path, "no recipe of that name is shipped", do)], "RECIPE")
 
 
 # -- overrides --------------------------------------------------------------------------------------------------------
@@ -149,7 +188,10 @@ _TRAPS = re.compile(r"[-+]?(\d+(:[0-5]?\d)+|0\d+)$")
 
 
 def _yaml_traps(file: Path) -> Iterator[Fault]:
-    """Plain scalars that YAML silently turns into another number: ``1:00:00`` (base 60) and ``0010`` (octal)."""
+    """Plain scalars that YAML silently turns into another number: ``1:00:00`` (base 60) and ``0010`` (octal).
+
+    And what no tree can hold: an alias inside its own anchor.
+    """
     with file.open(encoding="utf-8") as stream:
         try:
             events = list(yaml.parse(stream, Loader=yaml.SafeLoader))
@@ -157,7 +199,15 @@ def _yaml_traps(file: Path) -> Iterator[Fault]:
             place = str(error).replace("\n", " ")
             yield Fault(str(file), f"is no valid YAML ({place})", "Mend the line it names")
             return
+    open_anchors: list[str | None] = []
     for event in events:
+        if isinstance(event, yaml.CollectionStartEvent):
+            open_anchors.append(event.anchor)
+        elif isinstance(event, yaml.CollectionEndEvent):
+            open_anchors.pop()
+        elif isinstance(event, yaml.AliasEvent) and event.anchor in open_anchors:
+            at = f"{file}:{event.start_mark.line + 1}"
+            yield Fault(at, f"*{event.anchor} stands inside what it names, without end", "Write the value meant")
         if isinstance(event, yaml.ScalarEvent) and event.style is None and _TRAPS.match(event.value):
             at = f"{file}:{event.start_mark.line + 1}"
             number = yaml.safe_load(event.value)

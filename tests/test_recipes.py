@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -116,6 +117,70 @@ def test_a_file_in_any_folder_derives_from_a_shipped_recipe(tmp_path: Path, monk
 def test_a_run_folder_is_a_recipe(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(recipe_text(load_recipe("quickstart", ["seed=5"])))
     assert load_recipe(str(tmp_path), ["optim.lr=1"]).seed == 5
+
+
+def test_no_packaged_configuration_takes_the_place_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hydra searches pkg://hydra.conf before the folder it is given; a folder put there stands in for it."""
+    initialize = sys.modules["hydra.initialize"]
+    make_search_path = initialize.create_config_search_path  # type: ignore[attr-defined]
+
+    def with_packaged(**named: Any) -> Any:
+        search_path = make_search_path(**named)
+        search_path.prepend("packaged", f"file://{tmp_path / 'packaged'}")
+        return search_path
+
+    monkeypatch.setattr(initialize, "create_config_search_path", with_packaged)
+    (tmp_path / "packaged").mkdir()
+    (tmp_path / "packaged" / "recipe.yaml").write_text("seed: 99\n")
+    run = tmp_path / "it's a run"
+    run.mkdir()
+    (run / "recipe.yaml").write_text(recipe_text(load_recipe("quickstart", ["seed=5"])))
+    assert load_recipe(str(run)).seed == 5
+
+
+def test_a_shipped_name_means_the_shipped_recipe_wherever_one_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "dflash").mkdir()
+    (tmp_path / "dflash" / "recipe.yaml").write_text("defaults: [dflash, _self_]\nseed: 8\n")
+    (tmp_path / "smoke").write_text("seed: 9\n")
+    monkeypatch.chdir(tmp_path)
+    assert (load_recipe("dflash").seed, load_recipe("smoke").seed, load_recipe("./dflash").seed) == (0, 0, 8)
+    with pytest.raises(RecipeError, match=r"dflsh: no recipe .* of your own is written NAME\.yaml or \./NAME"):
+        load_recipe("dflsh")
+
+
+def test_own_options_go_before_shipped_ones(tmp_path: Path) -> None:
+    (tmp_path / "optim").mkdir()
+    (tmp_path / "optim" / "adamw.yaml").write_text("lr: 5.0\n")
+    (tmp_path / "mine.yml").write_text("defaults: [dflash, _self_]\n")
+    cfg = load_recipe(str(tmp_path / "mine.yml"))  # .yml is read as .yaml is
+    assert (cfg.optim, cfg.name) == ({"lr": 5.0}, "mine")
+
+
+@pytest.mark.parametrize("recipe", ["smoke.yaml", "mine.yaml"])
+def test_a_file_that_includes_itself_is_named(recipe: str, tmp_path: Path) -> None:
+    for name in ("smoke.yaml", "mine.yaml"):
+        (tmp_path / name).write_text("defaults: [smoke, _self_]\n")
+    with pytest.raises(RecipeError, match=r"1 fault in (?s:.*)/smoke\.yaml: includes itself.*Rename it"):
+        load_recipe(str(tmp_path / recipe))
+
+
+def test_files_that_include_each_other_are_one_error(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("defaults: [b]\n")
+    (tmp_path / "b.yaml").write_text("defaults: [a]\n")
+    with pytest.raises(RecipeError, match=r"a\.yaml: its defaults.*lead back to themselves"):
+        load_recipe(str(tmp_path / "a.yaml"))
+
+
+def test_an_alias_inside_its_own_anchor_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("defaults: [dflash, _self_]\nx: &a [*a]\n")
+    with pytest.raises(RecipeError, match=r"mine\.yaml:2: \*a stands inside what it names"):
+        load_recipe(str(file))
+    (tmp_path / "other.yaml").write_text("defaults: [mine, _self_]\n")
+    with pytest.raises(RecipeError, match=r"other\.yaml: .*aliases in a file they name, lead back to themselves"):
+        load_recipe(str(tmp_path / "other.yaml"))
 
 
 def test_every_file_behind_a_source_is_listed_by_its_key(tmp_path: Path, files: list[str]) -> None:
@@ -267,6 +332,16 @@ def test_every_fault_is_reported_at_once(files: list[str]) -> None:
         ),
         ("~head", r"head: missing"),
         ("decoding.top_k=5", r"decoding\.top_k: 5 would be ignored at temperature 0"),
+        ("seed=-1", r"seed: -1 is not between 0 and 4294967295\. Set seed"),
+        ("seed=4294967296", r"seed: 4294967296 is not between 0 and 4294967295"),
+        ("trainer.accumulate_grad_batches=0", r"trainer\.accumulate_grad_batches: 0 is not 1 or more"),
+        ("trainer.precision=16-mixed", r"trainer\.precision: '16-mixed' .*fused AdamW.*Use bf16-mixed or 32-true"),
+        ("trainer.precision=16", r"trainer\.precision: 16 .*Use bf16-mixed or 32-true"),
+        ("data.row_blocks=0", r"data\.row_blocks: 0 is not 1 or more.*null sets no limit"),
+        (
+            "callbacks.speculative_eval.limit=0",
+            r"callbacks\.speculative_eval\.limit: 0 is not 1 or more.*null uses all",
+        ),
         ("decoding.temperature=-1", r"decoding\.temperature: -1\.0 is not >= 0"),
         (
             "callbacks.best.every_n_train_steps=50",
@@ -366,3 +441,6 @@ def test_settings_that_lightning_refuses_are_known_before_the_target_is_loaded(
         build_recipe(load_recipe("smoke", [*files, "trainer.strategy=ddpp"]))
     with pytest.raises(RecipeError, match=r"trainer: .*fast_dev_run"):
         build_recipe(load_recipe("smoke", [*files, "trainer.fast_dev_run=-1"]))
+    for devices in ("foo", "[0,0]"):
+        with pytest.raises(RecipeError, match=r"trainer: .*(devices|CPU)"):
+            build_recipe(load_recipe("smoke", [*files, f"trainer.devices={devices}"]))
