@@ -6,7 +6,7 @@ Their own classes say so late (after the weights are loaded, at the first step) 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeGuard
 
 from dflash_lightning.recipe_faults import Fault
 
@@ -40,5 +40,5 @@ def _below_one(tree: dict[str, Any], part: str, key: str, note: str, prefix: str
         yield Fault(f"{prefix}{part}.{key}", f"{value} is not 1 or more", f"Set a whole number from 1; {note}")
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
