@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import pickle
+import platform
 from pathlib import Path
 from typing import IO, Any
 
@@ -25,7 +27,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(path.name + ".partial")
+        partial = path.with_name(f".{path.name}.{platform.node()}-{os.getpid()}.partial")
         try:
             with open(partial, "wb") as file:
                 _save(checkpoint, file)
@@ -35,6 +37,21 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         except OSError as error:
             partial.unlink(missing_ok=True)
             raise OSError(error.errno, error.strerror, str(path)) from error
+
+    def load_checkpoint(self, path: str | Path, *args: Any, **keywords: Any) -> dict[str, Any]:
+        """What ``save_checkpoint`` wrote.
+
+        Raises:
+            ValueError: the file is damaged; says which, and what there is to go on from.
+        """
+        try:
+            return super().load_checkpoint(path, *args, **keywords)
+        except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+            reason = str(error).partition("\n")[0][:120] or "it is empty"
+            raise ValueError(
+                f"{path} cannot be read as a checkpoint ({reason}). Start anew with --fresh: the earlier run is kept, "
+                f"and with it {Path(path).with_name('best.ckpt').name}, which --draft takes."
+            ) from error
 
 
 def _save(checkpoint: dict[str, Any], file: IO[bytes]) -> None:

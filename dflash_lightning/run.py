@@ -9,22 +9,27 @@ import platform
 import re
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from dflash_lightning import __version__
-from dflash_lightning.files import file_digest, write_atomic
+from dflash_lightning.files import file_digest, open_locked, write_atomic
 from dflash_lightning.recipe_check import data_files
 from dflash_lightning.recipe_load import RECIPE_FILE, recipe_text
 
 STATE_FILE = "run.json"
 _MINUTES = ("train_minutes", "evaluation_minutes")
 _BEING_WRITTEN = re.compile(rf"\.{re.escape(RECIPE_FILE)}\..+\.tmp")  # by another rank, at this moment
+_START_ANEW = "Start the run anew with dflash fit ... --fresh (the earlier one is kept)."
+_MEND = "dflash fit wrote it: mend it there, or start the run anew with --fresh (the earlier one is kept)."
 LIBRARIES = ("torch", "lightning", "transformers", "tokenizers", "safetensors", "hydra-core", "omegaconf")
 
 
@@ -50,13 +55,58 @@ class RunFolder:
 
     @property
     def state(self) -> dict[str, Any]:
-        """Content of ``run.json``; empty before the run has begun."""
+        """Content of ``run.json``; empty before the run has begun.
+
+        Raises:
+            ValueError: the file is damaged.
+        """
         file = self.path / STATE_FILE
-        return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        if not file.exists():
+            return {}
+        try:
+            state = json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{file}: damaged ({error}). {_START_ANEW}") from error
+        if not isinstance(state, dict):
+            raise ValueError(f"{file}: damaged (it holds no JSON object). {_START_ANEW}")
+        return state
 
     @property
     def finished(self) -> bool:
         return bool(self.state.get("finished"))
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep other processes from writing this run; the lock goes with the process, however that ends.
+
+        The locked file stands beside the folder, which ``set_aside`` renames. Where nothing can be made beside it
+        (a mounted volume, say) there is no lock.
+
+        Raises:
+            ValueError: another process writes it now.
+        """
+        place = self.path.resolve()
+        place.parent.mkdir(parents=True, exist_ok=True)
+        if not os.access(place.parent, os.W_OK):
+            yield
+            return
+        lock = place.with_name(f".{place.name}.lock")
+        held = open_locked(lock)
+        if held is None:
+            raise ValueError(
+                f"run_dir: another dflash fit is writing {self.path} now ({lock} is locked). Wait until it has ended, "
+                "or choose another folder with run_dir=FOLDER."
+            )
+        with held:
+            try:
+                yield
+            finally:
+                lock.unlink(missing_ok=True)
+
+    def remove_partial(self) -> None:
+        """Delete what a kill left of a checkpoint that was being written; only for who holds the lock."""
+        for left_over in self.last.parent.glob(".*.partial"):
+            left_over.unlink(missing_ok=True)
 
     def check_same_run(self, cfg: DictConfig) -> None:
         """Refuse to go on in the folder of another run that has something to lose.
@@ -75,7 +125,7 @@ class RunFolder:
             return
         if not self.last.exists() and not self.finished:
             return  # it ended before its first checkpoint: nothing to lose
-        differing = [*_differences(OmegaConf.load(self.recipe), OmegaConf.create(recipe_text(cfg)))]
+        differing = [*_differences(read_recipe(self.recipe, resolve=False), OmegaConf.create(recipe_text(cfg)))]
         digests = self.state.get("data", {})
         differing += [
             f"{where}: the file's content has changed since"
@@ -119,6 +169,27 @@ class RunFolder:
 
     def _write_state(self, state: dict[str, Any]) -> None:
         write_atomic(self.path / STATE_FILE, json_text(state))
+
+
+def read_recipe(file: Path, *, resolve: bool = True) -> dict[str, Any]:
+    """A run's ``recipe.yaml`` as plain values.
+
+    Raises:
+        ValueError: the file is no YAML mapping, or one of its parts that others read is of a wrong type.
+    """
+    try:
+        tree: Any = OmegaConf.to_container(OmegaConf.load(file), resolve=resolve)
+    except (yaml.YAMLError, UnicodeDecodeError, OmegaConfBaseException, OSError) as error:
+        raise ValueError(f"{file}: cannot be read as a recipe ({error}). {_MEND}") from error
+    if not isinstance(tree, dict):
+        raise ValueError(f"{file}: a recipe is a mapping of settings, but this is a {type(tree).__name__}. {_MEND}")
+    for name in ("target", "data"):
+        if not isinstance(tree.get(name, {}), dict):
+            raise ValueError(f"{file}: {name} is {tree[name]!r}, but holds settings (a mapping). {_MEND}")
+    template = tree.get("data", {}).get("chat_template_kwargs")
+    if not isinstance(template, dict | None):
+        raise ValueError(f"{file}: data.chat_template_kwargs is {template!r}, but holds settings (a mapping). {_MEND}")
+    return {str(key): value for key, value in tree.items()}
 
 
 def json_text(tree: Any, *, indent: int | None = 2) -> str:

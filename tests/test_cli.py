@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerFast
 
 from dflash_lightning.callbacks import AtomicCheckpointIO
 from dflash_lightning.cli import main
+from dflash_lightning.commands import fit as fit_module
 from dflash_lightning.commands import regenerate as regenerate_module
 from dflash_lightning.commands import report as report_module
 from dflash_lightning.commands.drafts import find_draft
@@ -32,6 +33,7 @@ from dflash_lightning.data import load_prompts, render_prompt
 from dflash_lightning.decoding.evaluation import Evaluator
 from dflash_lightning.model import DraftModel, save_draft
 from dflash_lightning.module import DraftModule
+from dflash_lightning.run import RunFolder
 from dflash_lightning.target import reference
 
 ROOT = Path(__file__).parent.parent
@@ -261,6 +263,13 @@ def test_full_disk_leaves_the_earlier_checkpoint_and_no_partial_file(
     assert [p.name for p in path.parent.iterdir()] == ["last.ckpt"]
 
 
+@pytest.mark.parametrize("content", [b"", b"PK half a checkpoint"])
+def test_a_damaged_checkpoint_is_named_with_what_to_do(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "last.ckpt").write_bytes(content)
+    with pytest.raises(ValueError, match=r"last\.ckpt cannot be read as a checkpoint .*--fresh.*best\.ckpt"):
+        AtomicCheckpointIO().load_checkpoint(tmp_path / "last.ckpt")
+
+
 # -- a run ------------------------------------------------------------------------------------------------------------
 
 
@@ -351,6 +360,32 @@ def test_fresh_keeps_the_earlier_run(here: Path, trained: Path, capsys: pytest.C
     assert "the earlier run is kept as runs/again.old-1" in capsys.readouterr().out
     assert yaml.safe_load(Path("runs/again/recipe.yaml").read_text())["seed"] == 4
     assert yaml.safe_load(Path("runs/again.old-1/recipe.yaml").read_text())["seed"] == 0
+
+
+def test_a_second_fit_in_the_same_folder_is_refused_and_changes_nothing(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with RunFolder(here / "runs" / "taken").locked():
+        for more in ([], ["--fresh"]):
+            assert main(["fit", *SMOKE, "run_dir=runs/taken", *more]) == 2
+            assert "another dflash fit is writing runs/taken now" in capsys.readouterr().err
+        assert not (here / "runs" / "taken").exists()
+        monkeypatch.setattr(fit_module, "_fit", lambda *args: 17)
+        monkeypatch.setattr(rank_zero_only, "rank", 1)
+        assert main(["fit", *SMOKE, "run_dir=runs/taken"]) == 17
+
+
+def test_fit_on_a_damaged_last_checkpoint_is_one_error(
+    here: Path, trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["fit", *SMOKE, "run_dir=runs/damaged", "trainer.max_epochs=1"]) == 0
+    folder = RunFolder(here / "runs" / "damaged")
+    (folder.path / "run.json").write_text(json.dumps({**folder.state, "finished": False}))
+    folder.last.write_bytes(folder.last.read_bytes()[:5000])
+    assert main(["fit", *SMOKE, "run_dir=runs/damaged", "trainer.max_epochs=1"]) == 2
+    error = capsys.readouterr().err
+    assert "damaged/checkpoints/last.ckpt cannot be read" in error
+    assert "--fresh" in error and "best.ckpt" in error and "Traceback" not in error
 
 
 def test_run_without_a_step_fails(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -720,6 +755,36 @@ def test_prompt_ids_outside_the_vocabulary_are_refused(
 ) -> None:
     assert main(["generate", "--draft", str(trained), "--prompt-ids", "1,999"]) == 2
     assert "--prompt-ids: [999] are no tokens" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--device", "foo"], "--device: foo cannot be used here"),
+        (["--device", "meta"], "--device: meta holds no values"),
+        (["--device", "cuda:99"], "--device: cuda:99 cannot be used here"),
+        (["--max-new-tokens", "99999999999999999999"], "--max-new-tokens: 99999999999999999999 behind a prompt of 2"),
+    ],
+)
+def test_what_the_machine_or_the_target_cannot_hold_is_refused_by_name(
+    arguments: list[str], message: str, trained: Path, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", "--draft", str(trained), "--prompt-ids", "1,2", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_checkpoints_whose_tensors_are_not_the_drafters_are_refused(trained: Path, tmp_path: Path) -> None:
+    whole = torch.load(trained / "checkpoints" / "last.ckpt", weights_only=True)
+    name = next(key for key in whole["state_dict"] if key.startswith("model."))
+    without = {key: value for key, value in whole["state_dict"].items() if key != name}
+    for state, message in (
+        (None, "its state_dict is absent"),
+        (without, "are not its drafter's(.|\n)*Missing key"),
+        ({**without, name: torch.ones(1, 2, 3)}, "are not its drafter's(.|\n)*size mismatch"),
+    ):
+        torch.save({**whole, "state_dict": state}, tmp_path / "a.ckpt")
+        with pytest.raises(ValueError, match=message):
+            find_draft(str(tmp_path / "a.ckpt"))
 
 
 @pytest.mark.parametrize(("change", "message"), [({"seed": 5}, "digest"), ({"hidden_size": 64}, "hidden")])

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dflash_lightning.recipe import load_recipe
-from dflash_lightning.run import RunFolder, json_text, machine
+from dflash_lightning.run import RunFolder, json_text, machine, read_recipe
 
 
 def test_what_rank_0_is_writing_makes_the_folder_no_other_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,3 +75,48 @@ def test_the_machine_is_named() -> None:
     if listed.exists() and "model name" in listed.read_text():
         assert found["cpu"] in listed.read_text()
     assert found["cpu"]
+
+
+def test_one_process_at_a_time_holds_the_lock_and_leaves_nothing(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "runs" / "a")
+    with folder.locked():
+        with pytest.raises(ValueError, match=r"another dflash fit is writing .*a now"), folder.locked():
+            pass
+        with RunFolder(tmp_path / "runs" / "b").locked():
+            pass
+    with folder.locked():
+        pass
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_what_a_kill_left_of_a_checkpoint_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    for name in (".last.ckpt.host-7.partial", "last.ckpt"):
+        (tmp_path / "checkpoints" / name).write_text("x")
+    RunFolder(tmp_path).remove_partial()
+    assert [file.name for file in (tmp_path / "checkpoints").iterdir()] == ["last.ckpt"]
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '"x"'])
+def test_a_damaged_state_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "run.json").write_text(text)
+    with pytest.raises(ValueError, match=r"run\.json: damaged .*--fresh"):
+        assert RunFolder(tmp_path).finished
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: [1", "cannot be read as a recipe"),
+        ("- a", "is a mapping of settings, but this is a list"),
+        ("5", "cannot be read as a recipe"),
+        ("a: ${b}", "cannot be read as a recipe"),
+        ("target: 5", "target is 5, but holds settings"),
+        ("data: [1]", r"data is \[1\], but holds settings"),
+        ("data: {chat_template_kwargs: x}", "data.chat_template_kwargs is 'x'"),
+    ],
+)
+def test_a_recipe_that_is_none_is_named(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "recipe.yaml").write_text(text)
+    with pytest.raises(ValueError, match=rf"recipe\.yaml: .*{message}"):
+        read_recipe(tmp_path / "recipe.yaml")

@@ -14,8 +14,11 @@ from dflash_lightning.draft_config import DraftConfig
 from dflash_lightning.model import DraftModel, load_draft
 from dflash_lightning.recipe import load_recipe, make_target
 from dflash_lightning.recipe_load import RECIPE_FILE
-from dflash_lightning.run import RunFolder
+from dflash_lightning.run import RunFolder, read_recipe
 from dflash_lightning.target import FrozenTarget
+
+_DEVICES = "Use cpu, or cuda where there is a GPU (cuda:1 is the second)."
+_ANOTHER = "Give a .ckpt file that dflash fit wrote, a run folder or an exported folder."
 
 
 @dataclass(frozen=True)
@@ -61,27 +64,46 @@ def _read_checkpoint(file: Path) -> DraftModel:
         checkpoint = torch.load(file, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
         reason = str(error).partition("\n")[0][:120] or "it is empty"
-        raise ValueError(
-            f"--draft: {file} cannot be read as a checkpoint ({reason}). "
-            "Give a .ckpt file that dflash fit wrote, a run folder or an exported folder."
-        ) from error
+        raise ValueError(f"--draft: {file} cannot be read as a checkpoint ({reason}). {_ANOTHER}") from error
     if not isinstance(checkpoint, dict) or "draft_config" not in checkpoint:
         held = f"only {list(checkpoint)[:8]}" if isinstance(checkpoint, dict) else f"it holds a {type(checkpoint)}"
         raise ValueError(f"--draft: {file} is no checkpoint of a drafter (no draft_config, {held}).")
+    for name in ("draft_config", "state_dict"):
+        if not isinstance(checkpoint.get(name), dict):
+            raise ValueError(f"--draft: {file} is damaged: its {name} is absent or no mapping. {_ANOTHER}")
     model = DraftModel(DraftConfig.from_dict(checkpoint["draft_config"]))
     prefix = "model."
     state = {k.removeprefix(prefix): v for k, v in checkpoint["state_dict"].items() if k.startswith(prefix)}
-    model.load_state_dict(state)
+    try:
+        model.load_state_dict(state)
+    except RuntimeError as error:  # lists the tensors that are missing, unknown or of another shape
+        raise ValueError(f"--draft: the tensors in {file} are not its drafter's. {_ANOTHER}\n{error}") from error
     return model.eval()
 
 
 def _recipe_above(checkpoint: Path) -> dict[str, Any]:
     for folder in checkpoint.resolve().parents[:2]:
         if (folder / RECIPE_FILE).exists():
-            recipe = OmegaConf.to_container(OmegaConf.load(folder / RECIPE_FILE), resolve=True)
-            assert isinstance(recipe, dict)
-            return {str(key): value for key, value in recipe.items()}
+            return read_recipe(folder / RECIPE_FILE)
     return {}
+
+
+def check_device(name: str | None) -> None:
+    """Refuse a device that cannot hold weights, before any are read; null is the one that is there.
+
+    Raises:
+        ValueError: torch does not know it, or it is not usable on this machine.
+    """
+    if name is None:
+        return
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:  # a build without CUDA asserts
+        reason = str(error).partition("\n")[0][:120]
+        raise ValueError(f"--device: {name} cannot be used here ({reason}). {_DEVICES}") from error
+    if device.type == "meta":
+        raise ValueError(f"--device: {name} holds no values. {_DEVICES}")
 
 
 def open_target(name: str, *, device: str | None, dtype: str | None) -> FrozenTarget:
@@ -111,6 +133,7 @@ def open_target_of(draft: FoundDraft, name: str | None, *, device: str | None, d
 
 def _open(node: Any, device: str | None, dtype: str | None) -> FrozenTarget:
     """``device`` null means CUDA where there is one; a ``device_map`` of the recipe stays in force."""
+    check_device(device)
     settings = dict(node)
     if dtype is not None:
         settings["dtype"] = dtype

@@ -33,11 +33,16 @@ def fit(recipe: str, overrides: Sequence[str], *, fresh: bool = False) -> int:
     """Train, resume, or say that there is nothing left to do; the exit status.
 
     Raises:
-        ValueError: the recipe has faults, or the run folder belongs to another run.
+        ValueError: the recipe has faults, or the run folder belongs to another run or is being written by one.
     """
     cfg = load_recipe(recipe, overrides)
     check_recipe(cfg)
     folder = RunFolder(Path(cfg.run_dir))
+    with folder.locked() if _is_first() else contextlib.nullcontext():
+        return _fit(folder, cfg, fresh)
+
+
+def _fit(folder: RunFolder, cfg: DictConfig, fresh: bool) -> int:
     resume = _decide(folder, cfg, fresh)
     if resume is None:
         _say(f"{folder.path} is finished: nothing to do. Train again with --fresh, or see it: {_next(folder)}")
@@ -46,6 +51,8 @@ def fit(recipe: str, overrides: Sequence[str], *, fresh: bool = False) -> int:
         parts = build_recipe(cfg)
     if _is_main():
         folder.begin(cfg)
+        if _is_first():
+            folder.remove_partial()
         os.environ[_RESUME] = resume
     _say(f"run folder {folder.path}" + (f", resuming from {resume}" if resume else ""))
     started = _run(parts, folder, resume)
@@ -55,6 +62,14 @@ def fit(recipe: str, overrides: Sequence[str], *, fresh: bool = False) -> int:
 def _is_main() -> bool:
     """Whether this process is rank 0 (or the only one), also before Lightning has started the others."""
     return rank_zero_only.rank == 0  # type: ignore[attr-defined]
+
+
+def _is_first() -> bool:
+    """Whether this is the one process of a run that locks its folder.
+
+    The first process of a further machine does not know its rank before Lightning has started, but its node's.
+    """
+    return _is_main() and os.environ.get("NODE_RANK", os.environ.get("GROUP_RANK", "0")) == "0"
 
 
 def _say(text: str, *, error: bool = False) -> None:

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from dflash_lightning.commands.drafts import FoundDraft, find_draft, open_target_of
-from dflash_lightning.commands.evaluate import settings_of
+from dflash_lightning.commands.drafts import FoundDraft, check_device, find_draft, open_target_of
+from dflash_lightning.commands.evaluate import check_room, settings_of
 from dflash_lightning.data import render_prompt
 from dflash_lightning.decoding import DecodeResult
 from dflash_lightning.decoding.stats import STAGES
@@ -23,9 +23,11 @@ _GREEN, _PLAIN = "\x1b[32m", "\x1b[0m"
 def generate(args: argparse.Namespace) -> int:
     """Answer the prompt; text as it comes, or one JSON object at the end."""
     settings = settings_of(args)
+    check_device(args.device)
     draft = find_draft(args.draft)
     target = open_target_of(draft, args.target, device=args.device, dtype=args.dtype)
     prompt = _prompt_ids(args, draft, target)
+    check_room(settings, target, [prompt])
     decoder = settings.make_decoder(target, draft.model, longest_prompt=len(prompt))
     decoder.warm_up()
     stream = None

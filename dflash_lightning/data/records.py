@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,8 @@ _CHUNK = 1 << 20  # bytes of a JSON list read at a time
 _SPACE = re.compile(r"[ \t\r\n\ufeff]*")  # a byte-order mark may stand first
 _TAIL = 12  # json reports a literal, number or escape that is cut off at most so far before the end of the text
 _DECODER = json.JSONDecoder()
+_WITHOUT_INTEGERS = json.JSONDecoder(parse_int=len)  # finds the end of a record whose integers Python refuses
+_TOO_LONG = f"an integer of more than {sys.get_int_max_str_digits()} digits"
 
 
 @dataclass(frozen=True)
@@ -112,6 +115,8 @@ def _parse_line(file: Path, number: int, line: bytes) -> Record | BadRecord:
         what = f"not valid UTF-8 (byte {error.start + 1} of the line)"
     except RecursionError:
         what = "not valid JSON (nested too deeply)"
+    except ValueError:
+        what = _TOO_LONG
     reason = f"{what}. Every line of a .jsonl file is one JSON object; correct or remove this line."
     return BadRecord(str(file), number, reason, cut=not line.endswith(b"\n"))
 
@@ -145,7 +150,12 @@ def _json_list(file: Path) -> Iterator[Record | BadRecord]:
         try:
             while reader.peek() != "]":
                 line = reader.line
-                yield Record(str(file), line, reader.value())
+                value = reader.value()
+                yield (
+                    BadRecord(str(file), line, f"{_TOO_LONG}.")
+                    if value is _TOO_LONG
+                    else Record(str(file), line, value)
+                )
                 if reader.peek() == ",":
                     reader.skip()
                 elif reader.peek() != "]":
@@ -191,10 +201,10 @@ class _ListReader:
         self._position += 1
 
     def value(self) -> Any:
-        """The JSON value that begins here; raises ``_Incomplete`` where the file ends too early."""
+        """The JSON value that begins here, or ``_TOO_LONG``; raises ``_Incomplete`` where the file ends too early."""
         while True:
             try:
-                value, end = _DECODER.raw_decode(self._text, self._position)
+                value, end = self._decode()
             except json.JSONDecodeError as error:
                 if not error.msg.startswith("Unterminated string") and error.pos < len(self._text) - _TAIL:
                     self.refuse(f"{error.msg}, {error.pos - self._position} characters into the record")
@@ -207,6 +217,14 @@ class _ListReader:
                     self._position = end
                     return value
             self._more()
+
+    def _decode(self) -> tuple[Any, int]:
+        try:
+            return _DECODER.raw_decode(self._text, self._position)
+        except json.JSONDecodeError:
+            raise
+        except ValueError:  # what Python says of an integer of too many digits, without a place
+            return _TOO_LONG, _WITHOUT_INTEGERS.raw_decode(self._text, self._position)[1]
 
     def refuse(self, what: str) -> None:
         if not self.peek():

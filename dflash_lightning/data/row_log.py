@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
+
+from dflash_lightning.files import open_locked
 
 Row = dict[str, Any]
 
@@ -78,20 +79,13 @@ class RowLog:
         self._removed = True  # from now on a file of that name may be another process's
 
     def _open(self) -> IO[bytes]:
-        """The file, locked. One that was finished and deleted by its writer between opening and locking is let go."""
-        while True:
-            file = self.partial.open("a+b")
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                file.close()
-                raise ValueError(
-                    f"{self.out}: another process is writing it now ({self.partial.name} is locked). Wait until that "
-                    "one has ended, or write to another file."
-                ) from None
-            if self.partial.exists() and os.path.samestat(os.fstat(file.fileno()), self.partial.stat()):
-                return file
-            file.close()
+        file = open_locked(self.partial)
+        if file is None:
+            raise ValueError(
+                f"{self.out}: another process is writing it now ({self.partial.name} is locked). Wait until that "
+                "one has ended, or write to another file."
+            )
+        return file
 
     def _repair(self) -> None:
         """Find the whole entries, cut the file after the last good one."""

@@ -77,7 +77,8 @@ def _digest(model: nn.Module, facts: TargetFacts, samples: int = 16) -> str:
     """sha256 over architecture and ``samples`` evenly spaced values of each tensor (tied tensors once).
 
     Values are rounded to bfloat16, and below float16's normal range to 0, so that the dtype they were loaded in does
-    not show when the checkpoint is a bfloat16 one (as nearly all are). Settings that transformers renames over time
+    not show when the checkpoint is a bfloat16 one (as nearly all are); a float32 one that was read as float16 has been
+    rounded before, so its digest may be another. Settings that transformers renames over time
     stay out.
     """
     architecture = (facts.model_type, facts.vocab_size, facts.hidden_size, facts.num_layers, facts.num_heads)

@@ -27,7 +27,8 @@ class FrozenTarget:
     """A causal LM that is read and never trained: outside parameters, state_dict, DDP and optimizer (no ``nn.Module``).
 
     ``facts.digest`` identifies the weights: a sha256 over the architecture and a fixed sample of every tensor,
-    rounded to bfloat16 so that one checkpoint loaded as float32, bfloat16 or float16 has one digest.
+    rounded to bfloat16 so that one checkpoint loaded as float32 or bfloat16 has one digest (as float16, too, when its
+    values are bfloat16 ones).
     """
 
     def __init__(
@@ -106,9 +107,11 @@ class FrozenTarget:
         made_for = config.target.get("name", "another target")
         for what, (theirs, ours) in pairs.items():
             if theirs is not None and theirs != ours:
+                rounded = what.startswith("digest") and self.dtype == torch.float16
                 raise ValueError(
                     f"draft: made for {made_for} with {what} {theirs}, but the target {facts.name} has {ours}. "
                     f"Give the target it was made for, or train a drafter for {facts.name}."
+                    + (" Is it that target, only rounded to float16? Then drop --dtype." if rounded else "")
                 )
         check_layer_ids(config.target_layer_ids, facts)
         self._check_copies(config.target, made_for)

@@ -129,6 +129,21 @@ def test_bad_lines_are_reported_one_by_one(tmp_path: Path) -> None:
     assert [record.line for record in found] == [1, 3, 4, 5, 6]
 
 
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl"])
+@pytest.mark.parametrize("chunk", [7, 1000])
+def test_an_integer_that_python_refuses_is_a_bad_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, chunk: int
+) -> None:
+    monkeypatch.setattr(records, "_CHUNK", chunk)
+    lines = ['{"a": 1}', '{"a": [' + "9" * 5000 + ', "x"]}', '{"a": 3}']
+    path = tmp_path / name
+    path.write_text("[" + ",\n".join(lines) + "]" if name == "a.json" else "\n".join(lines) + "\n")
+    first, bad, last = read(path)
+    assert (first, last) == (Record(str(path), 1, {"a": 1}), Record(str(path), 3, {"a": 3}))
+    assert isinstance(bad, BadRecord) and (bad.line, bad.cut) == (2, False)
+    assert "an integer of more than 4300 digits" in bad.reason
+
+
 @given(st.lists(st.dictionaries(st.text(max_size=3), st.text(max_size=5), max_size=2), max_size=6), st.integers(1, 40))
 def test_a_list_of_anything_is_what_json_says(tmp_path_factory, content: list, chunk: int) -> None:
     path = tmp_path_factory.mktemp("any") / "a.json"

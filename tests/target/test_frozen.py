@@ -322,6 +322,17 @@ def test_a_draft_made_for_another_target_is_refused(tiny_target: FrozenTarget, c
         tiny_target.check_draft(DraftConfig(**{**settings, **change}))
 
 
+def test_a_digest_that_differs_in_float16_may_be_rounding(make_tiny_model: Callable) -> None:
+    full = FrozenTarget(make_tiny_model("llama"), name="tiny")
+    facts = full.facts
+    sizes = {"target_hidden_size": facts.hidden_size, "num_target_layers": facts.num_layers, "target_layer_ids": [0]}
+    config = DraftConfig(vocab_size=facts.vocab_size, target={"name": "tiny", "digest": "abc"}, **sizes)
+    with pytest.raises(ValueError, match=r"train a drafter for tiny\.$"):
+        full.check_draft(config)
+    with pytest.raises(ValueError, match=r"rounded to float16\? Then drop --dtype"):
+        FrozenTarget(make_tiny_model("llama").half(), name="tiny").check_draft(config)
+
+
 def test_copies_of_accelerates_device_hooks_do_not_call_the_original(make_target: MakeTarget) -> None:
     """accelerate replaces ``forward`` on the instance; a copy that kept it would run all layers of the original."""
     hooks = pytest.importorskip("accelerate.hooks", reason="pip install dflash-lightning[gguf]")
