@@ -23,7 +23,8 @@ def range_faults(tree: dict[str, Any]) -> Iterator[Fault]:
     yield from _below_one(tree, "trainer", "accumulate_grad_batches", "1 steps after every batch")
     yield from _below_one(tree, "data", "row_blocks", "null sets no limit")
     callbacks = tree.get("callbacks")
-    for name, node in callbacks.items() if isinstance(callbacks, dict) else ():
+    callbacks = callbacks if isinstance(callbacks, dict) else {}
+    for name, node in callbacks.items():
         if isinstance(node, dict) and str(node.get("_target_")).endswith("SpeculativeEval"):
             yield from _below_one(callbacks, name, "limit", "null uses all prompts", prefix="callbacks.")
     trainer = tree.get("trainer")
