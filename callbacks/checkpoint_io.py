@@ -46,7 +46,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """
         try:
             return super().load_checkpoint(path, *args, **keywords)
-        except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
             reason = str(error).partition("\n")[0][:120] or "it is empty"
             raise ValueError(
                 f"{path} cannot be read as a checkpoint ({reason}). Start anew with --fresh: the earlier run is kept, "
