@@ -1,11 +1,11 @@
 """Linear layers whose weights are laid out anew once, for decoding on a CPU.
 
 ``F.linear`` on the CPU re-packs its weight on every call with more than one row, which makes verifying a block of 8
-tokens cost about twice one token. Weights in float32 are laid out for ``RowProduct``, whose eight rows cost what one costs;
-where that cannot be compiled, and in bfloat16, oneDNN packs them (1.5x). In float32 one row is a matrix times vector,
-for which the plain weight is as fast and gives the bits that ``transformers.generate`` gets, so both are kept: memory
-doubles. Projections of one input (q/k/v, gate/up) are packed as one weight: few wide products beat many narrow ones by
-a tenth of the whole forward.
+tokens cost about twice one token. Weights in float32 are laid out for ``RowProduct``, whose eight rows cost what one
+costs; where that cannot be compiled, and in bfloat16, oneDNN packs them (1.5x). In float32 one row is a matrix times
+vector, for which the plain weight is as fast and gives the bits that ``transformers.generate`` gets, so both are kept:
+memory doubles. Projections of one input (q/k/v, gate/up) are packed as one weight: few wide products beat many narrow
+ones by a tenth of the whole forward.
 """
 
 from __future__ import annotations
