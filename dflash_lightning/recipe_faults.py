@@ -36,6 +36,11 @@ def hint_for(name: str, known: Iterable[str]) -> str:
     return f"{guess}Allowed: {', '.join(known) if known else 'nothing'}"
 
 
+def close_match(name: str, known: Iterable[str]) -> str | None:
+    """The known name that ``name`` is most likely a slip of the pen for; null where none is near."""
+    return next(iter(get_close_matches(name, sorted(known), n=1)), None)
+
+
 def split_message(message: str, where: str) -> Fault:
     """A constructor's own error as a fault: the first sentence is what is wrong, the rest what to do."""
     what, _, do = message.partition(". ")

@@ -15,15 +15,14 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from dflash_lightning import __version__
-from dflash_lightning.files import file_digest, open_locked, write_atomic
-from dflash_lightning.recipe_check import data_files
-from dflash_lightning.recipe_load import RECIPE_FILE, recipe_text
+from dflash_lightning.files import RECIPE_FILE, file_digest, open_locked, write_atomic
+from dflash_lightning.recipe_files import data_files
+from dflash_lightning.recipe_load import recipe_text
 
 STATE_FILE = "run.json"
 _MINUTES = ("train_minutes", "evaluation_minutes")
@@ -125,19 +124,36 @@ class RunFolder:
             return
         if not self.last.exists() and not self.finished:
             return  # it ended before its first checkpoint: nothing to lose
-        differing = [*_differences(read_recipe(self.recipe, resolve=False), OmegaConf.create(recipe_text(cfg)))]
-        digests = self.state.get("data", {})
-        differing += [
-            f"{where}: the file's content has changed since"
-            for where, digest in _digests(cfg).items()
-            if digests.get(where, digest) != digest
-        ]
-        if differing:
+        if differing := self._differing(cfg):
             listed = "\n".join(f"    {line}" for line in differing)
             raise ValueError(
                 f"run_dir: {self.path} holds a run of another recipe:\n{listed}\n"
                 "  Choose another folder with run_dir=FOLDER, or start anew with --fresh (the earlier run is kept)."
             )
+
+    def is_same_run(self, cfg: DictConfig) -> bool:
+        """Whether the folder holds a run of this recipe and of these data."""
+        return self.recipe.exists() and not self._differing(cfg)
+
+    def _differing(self, cfg: DictConfig) -> list[str]:
+        """Keys and files in which this recipe is not that of the folder, in words."""
+        differing = [*_differences(read_recipe(self.recipe, resolve=False), OmegaConf.create(recipe_text(cfg)))]
+        digests = self.state.get("data", {})
+        return differing + [
+            f"{where}: the file's content has changed since"
+            for where, digest in _digests(cfg).items()
+            if digests.get(where, digest) != digest
+        ]
+
+    @property
+    def next_command(self) -> str:
+        """What to do with a finished run."""
+        return f"dflash evaluate --draft {self.path} --prompts FILE"
+
+    @property
+    def nothing_to_do(self) -> str:
+        """What is said of a finished run that is to be fitted again."""
+        return f"{self.path} is finished: nothing to do. Train again with --fresh, or see it: {self.next_command}"
 
     def set_aside(self) -> Path | None:
         """Rename an earlier run to ``<folder>.old-N``; null when there is none."""
@@ -203,26 +219,6 @@ def _finite(tree: Any) -> Any:
     if isinstance(tree, list | tuple):
         return [_finite(value) for value in tree]
     return None if isinstance(tree, float) and not math.isfinite(tree) else tree
-
-
-def machine() -> dict[str, Any]:
-    """What a speed was measured on: processor, threads and, where CUDA is usable, the GPU."""
-    return {
-        "cpu": _cpu_name(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "gpus": torch.cuda.device_count(),
-    }
-
-
-def _cpu_name() -> str:
-    """As the operating system calls it; Linux knows only the architecture, so its list of processors is read."""
-    listed = Path("/proc/cpuinfo")
-    for line in listed.read_text(encoding="utf-8").splitlines() if listed.exists() else ():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def versions() -> dict[str, str]:

@@ -11,7 +11,8 @@ from dflash_lightning.commands.drafts import check_device, find_draft, open_targ
 from dflash_lightning.data import load_prompts, render_prompt
 from dflash_lightning.decoding import DecodingSettings
 from dflash_lightning.decoding.evaluation import Evaluator
-from dflash_lightning.run import json_text, machine, versions
+from dflash_lightning.machine import machine
+from dflash_lightning.run import json_text, versions
 from dflash_lightning.target import FrozenTarget
 
 

@@ -22,7 +22,8 @@ from dflash_lightning.decoding import DecodingSettings
 from dflash_lightning.decoding.benchmark import Timing, time_decoders
 from dflash_lightning.decoding.evaluation import Evaluator
 from dflash_lightning.files import find_file
-from dflash_lightning.run import RunFolder, file_digest, json_text, machine, versions
+from dflash_lightning.machine import machine
+from dflash_lightning.run import RunFolder, file_digest, json_text, versions
 from dflash_lightning.target import FrozenTarget
 from dflash_lightning.target.reference import reference_outputs
 

@@ -12,28 +12,14 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from dflash_lightning import layer_ids as layers
 from dflash_lightning.target.families import embedding_scale, rope_settings, setting
 from dflash_lightning.types import TargetFacts
 
 
 def check_layer_ids(layer_ids: Iterable[int], facts: TargetFacts) -> None:
-    """Refuse ids that are not decoder layers of the target, or named twice, before anything is computed.
-
-    Raises:
-        ValueError: says which id is wrong, what is allowed, and ids that would work.
-    """
-    ids, n = list(layer_ids), facts.num_layers
-    count = min(max(len(ids), 1), n)
-    evenly = sorted({round((j + 1) * n / (count + 1)) - 1 if n > count else j for j in range(count)})
-    advice = f"Leave it null for the method's own choice, or use for example {[max(i, 0) for i in evenly]}."
-    for i in ids:
-        if not 0 <= i < n:
-            raise ValueError(
-                f"conditioning.target_layer_ids: {ids} asks for layer {i}, but {facts.name} has {n} decoder layers "
-                f"(0..{n - 1}; id i is the output of layer i). {advice}"
-            )
-    if len(set(ids)) != len(ids):
-        raise ValueError(f"conditioning.target_layer_ids: {ids} names a layer twice. {advice}")
+    """Refuse ids that are not decoder layers of the target; see ``layer_ids.check_layer_ids``."""
+    layers.check_layer_ids(layer_ids, facts.num_layers, name=facts.name)
 
 
 def make_facts(
@@ -45,15 +31,30 @@ def make_facts(
     stop_ids: tuple[int, ...],
 ) -> TargetFacts:
     """Sizes and names of a target under one spelling for all families, digest of the weights included."""
-    config, get = model.config, setting
     embedding: Any = model.get_input_embeddings()
-    num_heads = config.num_attention_heads
-    facts = TargetFacts(
+    facts = config_facts(
+        model.config, tokenizer, name=name, revision=revision, stop_ids=stop_ids, vocab_size=len(embedding.weight)
+    )
+    return replace(facts, digest=_digest(model, facts))
+
+
+def config_facts(
+    config: PretrainedConfig,
+    tokenizer: PreTrainedTokenizerBase | None,
+    *,
+    name: str,
+    revision: str | None,
+    stop_ids: tuple[int, ...],
+    vocab_size: int,
+) -> TargetFacts:
+    """What the configuration of a target tells of it, before its weights are there; the digest is left empty."""
+    get, num_heads = setting, config.num_attention_heads
+    return TargetFacts(
         name=name,
         revision=revision,
         digest="",
         model_type=config.model_type,
-        vocab_size=len(embedding.weight),
+        vocab_size=vocab_size,
         num_tokens=0 if tokenizer is None else len(tokenizer),
         hidden_size=config.hidden_size,
         intermediate_size=get(config, "intermediate_size", "n_inner", default=4 * config.hidden_size),
@@ -70,7 +71,6 @@ def make_facts(
         eos_token_ids=stop_ids,
         pad_token_id=config.pad_token_id if tokenizer is None else tokenizer.pad_token_id,
     )
-    return replace(facts, digest=_digest(model, facts))
 
 
 def _digest(model: nn.Module, facts: TargetFacts, samples: int = 16) -> str:

@@ -2,38 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import hf_hub_download
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from dflash_lightning.files import PACKAGE_PREFIX, find_file
 from dflash_lightning.target.facts import find_stop_ids, max_positions
 from dflash_lightning.target.families import check_family, check_structure
 from dflash_lightning.target.frozen import FrozenTarget, check_one_device
 from dflash_lightning.target.gguf import cached_folder, check_gguf_extra, dequantise, is_complete, read
+from dflash_lightning.target.place import Source, locate
 from dflash_lightning.target.text import TargetText
 
 DTYPES = ("float32", "bfloat16", "float16", "auto")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
-
-
-@dataclass(frozen=True)
-class Source:
-    """Where a target comes from: what ``from_pretrained`` takes, and the GGUF file inside it if it is one."""
-
-    name: str
-    location: str
-    gguf_file: str | None = None
-
-    def local_file(self) -> Path:
-        """The GGUF file on this machine; fetched from the hub when it is not a local one."""
-        assert self.gguf_file is not None
-        local = Path(self.location) / self.gguf_file
-        return local if local.is_file() else Path(hf_hub_download(self.location, self.gguf_file))
 
 
 def load_target(
@@ -146,35 +129,6 @@ def _kept_copy(where: Source) -> Source | None:
 def _local(where: Source) -> Source:
     file = where.local_file()
     return Source(where.name, str(file.parent), file.name)
-
-
-def locate(source: str) -> Source:
-    """What ``source`` points at, without reading it.
-
-    Raises:
-        ValueError: the package or file named is not there.
-    """
-    if source.startswith(PACKAGE_PREFIX):
-        file = find_file(source, setting="target")
-        return Source(source, str(file.parent), file.name)
-    path = Path(source).expanduser()
-    if path.is_file():
-        if path.suffix != ".gguf":
-            raise ValueError(f"target: {source} is a file but no GGUF file. Give the model's folder, or a .gguf file.")
-        return Source(source, str(path.parent), path.name)
-    if path.is_dir():
-        return Source(source, str(path))
-    parts = source.split("/")
-    if (
-        source.startswith((".", "/", "~"))
-        or len(parts) not in (1, 2, 3)
-        or (len(parts) == 3) != source.endswith(".gguf")
-    ):
-        raise ValueError(
-            f"target: there is no file or folder {source}. Give a model folder, a .gguf file, a hub id (owner/name) or "
-            "package://<python package>/<file.gguf>."
-        )
-    return Source(source, "/".join(parts[:2]), parts[2] if len(parts) == 3 else None)
 
 
 def _read_config(where: Source, keywords: dict[str, Any]) -> Any:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
+from typing import TypeAlias
 
 from transformers import PreTrainedTokenizerBase
 
 from dflash_lightning.target.frozen import FrozenTarget
+from dflash_lightning.types import TargetFacts
+
+# Ids that occur in the training data; as a mapping, with how often.
+UsedIds: TypeAlias = Mapping[int, int] | AbstractSet[int]
 
 
-def choose_mask_token_id(target: FrozenTarget, used_ids: AbstractSet[int] = frozenset()) -> int:
+def choose_mask_token_id(target: FrozenTarget, used_ids: UsedIds = frozenset()) -> int:
     """The mask id when the recipe names none.
 
     First choice is the lowest embedding row that is no token (Qwen3: 151669, as in z-lab's checkpoints); else the
@@ -38,21 +44,31 @@ def choose_mask_token_id(target: FrozenTarget, used_ids: AbstractSet[int] = froz
     )
 
 
-def check_mask_token_id(mask_token_id: int, target: FrozenTarget, used_ids: AbstractSet[int] = frozenset()) -> None:
+def check_mask_token_id(mask_token_id: int, target: FrozenTarget, used_ids: UsedIds = frozenset()) -> None:
     """Refuse a mask id that serves another purpose or does not exist: drafts would be wrong without any error.
 
     Raises:
-        ValueError: outside the embedding, pad, eos, bos or unk, or an id that occurs in the training data.
+        ValueError: outside the embedding, pad, eos, bos or unk, or an id of the training data (with how often).
     """
     facts = target.facts
     where = f"block.mask_token_id: {mask_token_id}"
     advice = "Leave it null to have an unused row chosen."
-    if not 0 <= mask_token_id < facts.vocab_size:
-        raise ValueError(f"{where} is outside the embedding of {facts.name} (rows 0..{facts.vocab_size - 1}). {advice}")
+    check_mask_row(mask_token_id, facts)
     if (role := reserved_ids(target).get(mask_token_id)) is not None:
         raise ValueError(f"{where} is the {role} token of {facts.name}, which occurs in ordinary text. {advice}")
     if mask_token_id in used_ids:
-        raise ValueError(f"{where} occurs as a token in the training data. {advice}")
+        count = used_ids[mask_token_id] if isinstance(used_ids, Mapping) else 0
+        often = f" {count} {'time' if count == 1 else 'times'}" if count else ""
+        raise ValueError(f"{where} occurs{often} as a token in the training data. {advice}")
+
+
+def check_mask_row(mask_token_id: int, facts: TargetFacts) -> None:
+    """Refuse a mask id without a row; the target's sizes alone tell."""
+    if not 0 <= mask_token_id < facts.vocab_size:
+        raise ValueError(
+            f"block.mask_token_id: {mask_token_id} is outside the embedding of {facts.name} (rows "
+            f"0..{facts.vocab_size - 1}). Leave it null to have an unused row chosen."
+        )
 
 
 def reserved_ids(target: FrozenTarget) -> dict[int, str]:

@@ -55,4 +55,6 @@ def test_unk_and_ids_of_the_training_data_are_refused(make_tiny_model: Callable,
         check_mask_token_id(ENDOFTEXT, target)
     with pytest.raises(ValueError, match="100 occurs as a token in the training data"):
         check_mask_token_id(100, target, used_ids={100})
+    with pytest.raises(ValueError, match="100 occurs 3 times as a token in the training data"):
+        check_mask_token_id(100, target, used_ids={100: 3})
     check_mask_token_id(262, target, used_ids={100})
