@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from typing import Any
 
 
 def lazy_names(package: str, homes: Mapping[str, str]) -> Callable[[str], object]:
@@ -15,3 +16,13 @@ def lazy_names(package: str, homes: Mapping[str, str]) -> Callable[[str], object
         return getattr(import_module(homes[name]), name)
 
     return load
+
+
+class LazyModule:
+    """A module that is imported when one of its names is first asked for: for code that few machines run."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(import_module(self._name), name)

@@ -51,6 +51,8 @@ def find_faults(cfg: DictConfig, read: Reader) -> list[Fault]:
     faults: list[Fault] = []
     tree = plain_tree(cfg, faults)
     faults += _check_tree(tree, read)
+    known = {fault.where for fault in faults}
+    faults += [fault for fault in range_faults(tree) if fault.where not in known]  # the classes' own words go first
     return list(dict.fromkeys(faults))
 
 
@@ -70,9 +72,10 @@ def _check_tree(tree: dict[str, Any], read: Reader) -> Iterator[Fault]:
             yield from checker.named(tree.get(key, {}), key, item)
         elif key in tree:
             yield from checker.value(tree[key], hint, key)
+    if tree.get("loss") == {}:
+        yield Fault("loss", "no term is given, so there is nothing to train on", "Add one, e.g. loss=cross_entropy")
     yield from _check_suggested(tree.get("target"), checker)
     yield from _check_monitors(tree.get("callbacks"))
-    yield from range_faults(tree)
     yield from file_faults(tree)
 
 

@@ -42,10 +42,11 @@ class NodeChecker:
             at = f"{where}.{name}"
             if node is None:
                 what = "null stands for no part, and a part that is not wanted is taken out instead"
-                yield Fault(at, what, f"Write ~{at} on the command line, or leave it out of the file's defaults")
+                yield Fault(at, what, f"Remove {at}")
             elif isinstance(node, dict) and "_target_" not in node:
                 what = f"has no _target_, only {sorted(node)}: settings of a part that is not chosen"
-                yield Fault(at, what, f"Choose it ({where}=[...,{name}]), or remove these settings")
+                do = f"Choose it ({where}=[...,{name}]), or take it out: {at}: null in a file, ~{at} behind a command"
+                yield Fault(at, what, do)
             else:
                 yield from self.value(node, hint, at)
 

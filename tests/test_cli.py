@@ -192,7 +192,7 @@ def test_settings_may_stand_behind_options(capsys: pytest.CaptureFixture[str]) -
         (["generate", "--draft", "train.jsonl", "--prompt", "x"], "train.jsonl cannot be read as a checkpoint"),
         (["generate", "--draft", "empty.ckpt", "--prompt", "x"], "empty.ckpt cannot be read as a checkpoint"),
         (["generate", "--draft", "tensor.ckpt", "--prompt", "x"], "tensor.ckpt is no checkpoint of a drafter"),
-        (["generate", "--draft", ".", "--prompt", "x", "--top-k", "5"], "decoding.top_k: 5 would be ignored"),
+        (["generate", "--draft", "target", "--prompt", "x", "--top-k", "5"], "decoding.top_k: 5 would be ignored"),
         (["regenerate", "gone.jsonl", "--target", "target", "--out", "o.jsonl"], "gone.jsonl"),
         (["regenerate", "prompts.jsonl", "--target", "qwen3_4bb", "--out", "o.jsonl"], "Did you mean 'qwen3_4b'?"),
     ],
@@ -293,7 +293,8 @@ def test_fit_of_a_finished_run_does_nothing(
     assert main(["fit", *SMOKE, "run_dir=runs/trained"]) == 0
     assert main(["fit", "runs/trained"]) == 0
     assert capsys.readouterr().out.count("is finished: nothing to do") == 2
-    monkeypatch.setattr(rank_zero_only, "rank", 1)  # started by torchrun beside rank 0, which says it
+    monkeypatch.setenv("RANK", "1")  # started by torchrun beside rank 0, which says it
+    monkeypatch.setattr(rank_zero_only, "rank", 1)
     assert main(["fit", "runs/trained"]) == 0
     assert capsys.readouterr().out == ""
     assert (trained / "checkpoints" / "last.ckpt").stat().st_mtime_ns == before

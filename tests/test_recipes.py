@@ -14,8 +14,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from dflash_lightning.recipe import RecipeError, build_recipe, check_recipe, data_files, load_recipe, recipe_text
+from dflash_lightning.recipe_folders import group_options, recipe_names, recipes_folder, summary_of
 from dflash_lightning.recipe_hints import advice, conform, describe, fits
-from dflash_lightning.recipe_load import group_options, recipe_names, recipes_folder, summary_of
 
 RECIPES = recipe_names()
 OPTIONS = [(group, option) for group, options in group_options().items() for option in options]

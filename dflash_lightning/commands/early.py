@@ -8,10 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from omegaconf import DictConfig
+
 from dflash_lightning.files import draft_place, find_file
 from dflash_lightning.recipe_check import early_faults
 from dflash_lightning.recipe_faults import RecipeError
-from dflash_lightning.recipe_load import load_recipe
+from dflash_lightning.recipe_load import load_recipe, load_with_faults
 from dflash_lightning.run import RunFolder
 from dflash_lightning.target.place import locate
 
@@ -34,6 +36,20 @@ def check_files(args: argparse.Namespace) -> None:
         locate(str(load_recipe("dflash", [f"target={args.target}"]).target.source))
 
 
+def checked_text(recipe: str, overrides: Sequence[str]) -> DictConfig:
+    """The recipe, if its text has no faults: those of loading it and those of ``early_faults``, all at once.
+
+    Raises:
+        RecipeError: it has.
+    """
+    cfg, faults, refused = load_with_faults(recipe, overrides)
+    if cfg is not None:
+        faults += [fault for fault in early_faults(cfg) if fault.where.partition(".")[0] not in refused]
+    if faults or cfg is None:
+        raise RecipeError(faults, recipe if cfg is None else f"recipe {cfg.get('name', '')!r}")
+    return cfg
+
+
 def _listed(value: Any) -> list[str]:
     return [] if value is None else [value] if isinstance(value, str) else list(value)
 
@@ -49,9 +65,7 @@ def nothing_to_fit(recipe: str, overrides: Sequence[str], *, anew: bool) -> bool
     """
     if any(os.environ.get(name, "0") != "0" for name in _RANKS):
         return False
-    cfg = load_recipe(recipe, overrides)
-    if faults := early_faults(cfg):
-        raise RecipeError(faults, f"recipe {cfg.get('name', '')!r}")
+    cfg = checked_text(recipe, overrides)
     folder = RunFolder(Path(cfg.run_dir))
     if anew or not folder.finished or not folder.is_same_run(cfg):
         return False
