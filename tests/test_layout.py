@@ -37,7 +37,8 @@ ALLOWED = {
     "recipe": _RECIPE,
     "run": _RECIPE,
     "commands": _RECIPE | {"run"},
-    "cli": {"commands"},
+    "quiet": set(),
+    "cli": {"commands", "quiet"},
     "__main__": {"cli"},
 }
 LIBRARIES = {
