@@ -5,5 +5,6 @@ if __name__ != "dflash_lightning.callbacks":
 
 from dflash_lightning.callbacks.checkpoint_io import AtomicCheckpointIO
 from dflash_lightning.callbacks.speculative_eval import SpeculativeEval
+from dflash_lightning.callbacks.training_bar import TrainingBar
 
-__all__ = ["AtomicCheckpointIO", "SpeculativeEval"]
+__all__ = ["AtomicCheckpointIO", "SpeculativeEval", "TrainingBar"]

@@ -20,6 +20,7 @@ from dflash_lightning.decoding import DecodeStats, DecodingSettings
 from dflash_lightning.decoding.evaluation import Evaluation, Evaluator
 from dflash_lightning.metric import SpeculativeMetric
 from dflash_lightning.module import DraftModule
+from dflash_lightning.progress import print_line
 
 
 class SpeculativeEval(Callback):
@@ -138,9 +139,9 @@ class SpeculativeEval(Callback):
         self._log(trainer, pl_module, evaluation, figures)
         warning = disagreement(*pl_module.take_first_slot(), evaluation.stats)
         if trainer.is_global_zero:
-            print(evaluation.table(f"decoding, {title}"), flush=True)
+            print_line(evaluation.table(f"decoding, {title}"))
             if warning is not None and not self._has_warned:
-                print(warning, flush=True)
+                print_line(warning)
                 self._has_warned = True
         for checkpoint in trainer.checkpoint_callbacks:  # decoding is the validation of a drafter
             checkpoint.on_validation_end(trainer, pl_module)

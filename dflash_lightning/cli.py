@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable, Sequence
 
 from dflash_lightning.commands.grammar import make_parser
+from dflash_lightning.quiet import quiet
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -19,7 +20,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     args = _parse(argv)
     try:
-        status = _RUN[args.command](args)
+        with quiet():
+            status = _RUN[args.command](args)
         sys.stdout.flush()
         return status
     except KeyboardInterrupt:

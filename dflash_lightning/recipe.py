@@ -7,8 +7,10 @@ from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import ProgressBar
 from omegaconf import DictConfig, OmegaConf
 
+from dflash_lightning.callbacks import TrainingBar
 from dflash_lightning.module import DraftModule
 from dflash_lightning.recipe_arguments import by_import
 from dflash_lightning.recipe_check import Suggested, early_faults, find_faults
@@ -92,6 +94,8 @@ def build_recipe(cfg: DictConfig) -> Parts:
 
 def _make_trainer(tree: dict[str, Any]) -> Trainer:
     callbacks = list(make(tree["callbacks"]).values())
+    if tree["trainer"].get("enable_progress_bar", True) and not any(isinstance(c, ProgressBar) for c in callbacks):
+        callbacks.append(TrainingBar())
     try:
         return make(tree["trainer"], callbacks=callbacks)
     except (MisconfigurationException, ValueError, TypeError) as error:  # TypeError: devices that are none

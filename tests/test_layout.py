@@ -38,7 +38,8 @@ ALLOWED = {
     "run": _RECIPE,
     "machine": _BASE,
     "commands": _RECIPE | {"run", "machine"},
-    "cli": {"commands"},
+    "quiet": set(),
+    "cli": {"commands", "quiet"},
     "__main__": {"cli"},
 }
 LIBRARIES = {

@@ -6,16 +6,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from dflash_lightning.data.conversation import ChatRenderer, Encoded, Rendered, UnusableRow
 from dflash_lightning.data.records import BadRecord, Record
+from dflash_lightning.data.row_count import count_rows
 from dflash_lightning.data.rows import ChatRow, Message, PromptRow, Row, TextRow, TokenRow
 from dflash_lightning.data.sources import Draw, Source
 from dflash_lightning.data.store import DocumentStore, MaskedIds
 from dflash_lightning.data.summary import DataSummary
 from dflash_lightning.data.truncation import Truncate, last_of_text, without_oldest
+from dflash_lightning.progress import Progress
 
 __all__ = ["DataSummary", "DocumentMaker", "DocumentStore", "MaskedIds", "RowOutcome"]
 
@@ -127,12 +128,14 @@ class DocumentMaker:
         source = Source(source, limit=limit) if isinstance(source, str) else source
         draw = Draw(source.weight, seed=self.seed, place=len(self.summary.sources))
         self.summary.sources.append(source.name)
-        records = tqdm(source.records(setting), desc=f"tokenise {source.path}", unit=" rows", disable=not progress)
-        drawn = self._draw(iter(records), source, draw)
-        while batch := list(islice(drawn, ENCODE_ROWS)):
-            for outcome in self._process(batch):
-                self._count(outcome)
-                yield outcome
+        drawn = self._draw(source.records(setting), source, draw)
+        total = count_rows(source, setting) if progress else None
+        with Progress(f"tokenising {source.path}", total, unit="rows", shown=progress) as bar:
+            while batch := list(islice(drawn, ENCODE_ROWS)):
+                for outcome in self._process(batch):
+                    self._count(outcome)
+                    yield outcome
+                bar.update(len(batch))
 
     def store(self) -> DocumentStore:
         """Everything read so far.

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from dflash_lightning.target.bars import patient_bars
 from dflash_lightning.target.facts import find_stop_ids, max_positions
 from dflash_lightning.target.families import check_family, check_structure
 from dflash_lightning.target.frozen import FrozenTarget, check_one_device
@@ -51,11 +52,12 @@ def load_target(
     if device_map is not None:
         keywords["device_map"] = device_map
     remote = {"revision": revision, "trust_remote_code": trust_remote_code}
-    model, tokenizer = _load_gguf(where, keywords) if where.gguf_file else _load_folder(where, remote, keywords)
-    if device_map is None:
-        model.to(device)
-    target = FrozenTarget(model, tokenizer, name=source, revision=revision)
-    target.check()
+    with patient_bars(f"loading {source}"):
+        model, tokenizer = _load_gguf(where, keywords) if where.gguf_file else _load_folder(where, remote, keywords)
+        if device_map is None:
+            model.to(device)
+        target = FrozenTarget(model, tokenizer, name=source, revision=revision)
+        target.check()
     return target
 
 
@@ -117,13 +119,13 @@ def _kept_copy(where: Source) -> Source | None:
     """The dequantised copy of a GGUF file, made now if it is not there; null where it cannot be kept."""
     file = where.local_file()
     folder = cached_folder(file)
-    if not is_complete(folder):
+    if is_complete(folder):
+        return Source(where.name, str(folder))
+    with patient_bars(f"reading {where.name}, once: it is kept unpacked in {folder.parent}"):
         config = _read_config(_local(where), {"gguf_file": file.name})
         check_family(config, where.name)
         check_structure(config, where.name)
-        if not dequantise(file, config, folder):
-            return None
-    return Source(where.name, str(folder))
+        return Source(where.name, str(folder)) if dequantise(file, config, folder) else None
 
 
 def _local(where: Source) -> Source:
