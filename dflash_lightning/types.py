@@ -9,6 +9,7 @@ Dimension legend, used in every shape annotation of the package:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -130,6 +131,14 @@ class Document:
     sample_id: int
     input_ids: Int[Tensor, " S"]
     loss_mask: Bool[Tensor, " S"]
+
+
+class UsedIds(set[int]):
+    """Token ids of the training rows, as a set; ``times[id]`` says how often each occurs."""
+
+    def __init__(self, times: Mapping[int, int]) -> None:
+        super().__init__(times)
+        self.times = dict(times)
 
 
 @dataclass(frozen=True)

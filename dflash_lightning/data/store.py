@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dflash_lightning.types import Document
+from dflash_lightning.types import Document, UsedIds
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,7 @@ class DocumentStore:
     def lengths(self) -> NDArray[np.int64]:
         return np.diff(self.offsets)
 
-    def used_ids(self) -> set[int]:
-        """Ids that occur anywhere in the documents."""
-        return set(np.unique(self.ids).tolist())
+    def used_ids(self) -> UsedIds:
+        """Ids that occur anywhere in the documents, and how often."""
+        ids, times = np.unique(self.ids, return_counts=True)
+        return UsedIds(dict(zip(ids.tolist(), times.tolist(), strict=True)))
