@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -13,8 +14,11 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from dflash_lightning import layer_ids as layers
-from dflash_lightning.target.families import embedding_scale, rope_settings, setting
+from dflash_lightning.target.families import embedding_scale, rope_settings, rope_switch, setting
+from dflash_lightning.target.turn_end import template_stop_id
 from dflash_lightning.types import TargetFacts
+
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length")  # as families spell it
 
 
 def check_layer_ids(layer_ids: Iterable[int], facts: TargetFacts) -> None:
@@ -105,17 +109,54 @@ def strange_rows(weight: Float[Tensor, "V H"], rows: Mapping[str, list[float]]) 
 
 
 def find_stop_ids(
-    config: PretrainedConfig, generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase | None
+    config: PretrainedConfig,
+    generation: GenerationConfig | None,
+    tokenizer: PreTrainedTokenizerBase | None,
+    *,
+    name: str = "the target",
 ) -> tuple[int, ...]:
-    """Every id that ends a generation: what generation config, model config and tokenizer name, united."""
+    """Every id that ends a generation: what generation config, model config and tokenizer name, united.
+
+    The token that the chat template writes behind an answer is one too, whether or not any of them names it; a warning
+    says where none does.
+    """
     named = [generation.eos_token_id if generation is not None else None]
     named += [config.eos_token_id, None if tokenizer is None else tokenizer.eos_token_id]
     found: set[int] = set()
     for entry in named:
         found.update(entry if isinstance(entry, list) else [] if entry is None else [entry])
+    end = template_stop_id(tokenizer)
+    if end is not None and end not in found:
+        assert tokenizer is not None
+        text = tokenizer.convert_ids_to_tokens(end)
+        warnings.warn(
+            f"target: the chat template of {name} ends an answer with {text} ({end}), which neither its "
+            f"generation_config.json nor its config.json nor its tokenizer names as end. Answers stop there all the "
+            "same; servers may not: add it to eos_token_id in generation_config.json.",
+            stacklevel=3,
+        )
+        found.add(end)
     return tuple(sorted(found))
 
 
 def max_positions(config: PretrainedConfig) -> int:
-    """The longest row that the model was made for; very many where its configuration names no bound."""
-    return setting(config, "max_position_embeddings", default=1 << 20)
+    """The longest row that the target is used for; very many where its configuration names no bound.
+
+    That is what the model was made for, but never more than ``rope_switch``: beyond it the features of a short row
+    would depend on the rows beside it, and those of a long one on how far its decoding has come.
+    """
+    stated = int(setting(config, *_POSITIONS, default=1 << 20))
+    switch = rope_switch(config)
+    return stated if switch is None else min(stated, switch)
+
+
+def warn_of_switch(config: PretrainedConfig, name: str) -> None:
+    """Say that a target is used for fewer positions than its configuration states, and why."""
+    stated, used = int(setting(config, *_POSITIONS, default=0)), max_positions(config)
+    if rope_switch(config) is not None and used < stated:
+        warnings.warn(
+            f"target: {name} rotates with other frequencies as soon as a forward is longer than {used} positions "
+            f"(LongRoPE), so that a row would depend on the rows beside it. It is used up to {used} positions of its "
+            f"{stated}: longer documents, prompts and answers are refused.",
+            stacklevel=3,
+        )

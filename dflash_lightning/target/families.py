@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +19,14 @@ VERIFIED_FAMILIES = (
 
 _ATTENTION_KINDS = ("full_attention", "sliding_attention")
 _ALIBI_FAMILIES = ("bloom", "mpt")
+# Families whose parts contradict one another in transformers itself, and how.
+_INCONSISTENT = {
+    "moshi": "its forward looks at all tokens while its cache keeps a window of them, so that its own generate differs",
+}
 _LAYER_LIST_NAMES = ("layers", "h", "blocks")
 _FINAL_NORM_NAMES = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f")
+_SWITCHING_ROPES = ("longrope", "su")  # "su" is what Phi-3's first files call it
+_SPAN_NAME = re.compile(r"^(?!.*(layer|pattern|num_)).*(window|chunk)")
 
 
 def setting(config: PretrainedConfig, *names: str, default: Any = None) -> Any:
@@ -67,6 +74,8 @@ def check_family(config: PretrainedConfig, source: str) -> None:
         raise refuse(
             config, source, "it counts positions from the attention mask (ALiBi), so rows cannot be packed", other
         )
+    if config.model_type in _INCONSISTENT:
+        raise refuse(config, source, _INCONSISTENT[config.model_type], other)
     if setting(config, "num_kv_shared_layers", default=0):
         raise refuse(config, source, "its layers share key-value states", other)
     if model_class is None and "AutoModelForCausalLM" not in setting(config, "auto_map", default={}):
@@ -118,9 +127,22 @@ def find_anatomy(model: PreTrainedModel, source: str) -> Anatomy:
         raise refuse(model.config, source, reason, advice)
     if "position_ids" not in inspect.signature(decoder.forward).parameters:
         raise refuse(model.config, source, "its decoder takes no position_ids, so rows cannot be packed", advice)
-    if not isinstance(model.get_output_embeddings(), nn.Linear):
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if not isinstance(head, nn.Linear):
         raise refuse(model.config, source, "its language head is not one linear layer", advice)
+    if not head.weight.is_floating_point():
+        reason = "its language head is quantised, and drafters need its rows"
+        raise refuse(model.config, source, reason, "Use a checkpoint whose lm_head is not quantised.")
+    widths = (model.config.hidden_size, head.in_features, _width(embedding))
+    if len(set(widths)) != 1:
+        reason = f"its layers are {widths[0]} wide, its head {widths[1]} and its embedding {widths[2]}"
+        raise refuse(model.config, source, reason, advice)
     return Anatomy(decoder, lists[0], norms[0])
+
+
+def _width(embedding: nn.Module) -> int | None:
+    weight = getattr(embedding, "weight", None)
+    return weight.shape[1] if isinstance(weight, torch.Tensor) and weight.ndim == 2 else None
 
 
 def check_structure(config: PretrainedConfig, source: str) -> None:
@@ -157,6 +179,27 @@ def rope_settings(config: PretrainedConfig) -> dict[str, Any]:
     found = setting(config, "rope_parameters", default={})
     nested = found.get("full_attention", found)
     return dict(nested) if nested else {"rope_type": "default", "rope_theta": 10000.0}
+
+
+def attention_spans(config: PretrainedConfig) -> list[int]:
+    """Every number of the configuration that bounds how far a layer looks: windows and chunks, whatever their names."""
+    values = {name: value for name, value in config.to_dict().items() if _SPAN_NAME.search(name)}
+    return sorted({v for v in values.values() if isinstance(v, int) and not isinstance(v, bool) and v > 0})
+
+
+def rope_switch(config: PretrainedConfig) -> int | None:
+    """Positions after which the rotation of a whole forward changes (LongRoPE); null where it never does.
+
+    A row with more positions than this has other frequencies in *all* its positions, and so has every row in one
+    batch with it. ("dynamic" changes too, but only past ``max_position_embeddings``, where nothing goes.)
+    """
+    found = setting(config, "rope_parameters", "rope_scaling", default={})
+    lengths = []
+    for rope in [found, *found.values()]:
+        if isinstance(rope, dict) and rope.get("rope_type", rope.get("type")) in _SWITCHING_ROPES:
+            length = rope.get("original_max_position_embeddings")
+            lengths.append(length or setting(config, "original_max_position_embeddings", "max_position_embeddings"))
+    return min((int(length) for length in lengths if length), default=None)
 
 
 def sliding_window(config: PretrainedConfig) -> int | None:
