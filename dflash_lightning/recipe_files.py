@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from dflash_lightning.data.sources import Source, TrainFiles, make_sources
-from dflash_lightning.files import find_file
+from dflash_lightning.files import find_draft_place, find_file
 from dflash_lightning.recipe_faults import Fault, split_message
 from dflash_lightning.recipe_hints import fits
 from dflash_lightning.recipe_nodes import faults_of
@@ -36,13 +36,15 @@ def data_files(cfg: DictConfig) -> dict[str, Path]:
 
 
 def file_faults(tree: dict[str, Any]) -> Iterator[Fault]:
-    """Files, sources and target folders that are not there."""
+    """Files, sources, drafters and target folders that are not there."""
     for where, name in select(tree, _FILES):
         if isinstance(name, str):
             yield from faults_of(partial(find_file, name, setting=where), where)
     for where, value in select(tree, _SOURCES):
         if fits(value, TrainFiles):  # reported where it does not
             yield from _source_faults(value, where)
+    if isinstance(start := tree.get("init_from"), str):
+        yield from faults_of(partial(find_draft_place, start, setting="init_from"), "init_from")
     source = mapping_at(tree, "target").get("source")
     if isinstance(source, str):
         yield from faults_of(partial(locate, source), "target.source")

@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from dflash_lightning import __version__
-from dflash_lightning.files import RECIPE_FILE, file_digest, open_locked, write_atomic
+from dflash_lightning.files import BEST_CHECKPOINT, LAST_CHECKPOINT, RECIPE_FILE, file_digest, open_locked, write_atomic
 from dflash_lightning.recipe_files import data_files
 from dflash_lightning.recipe_load import recipe_text
 
@@ -41,12 +41,12 @@ class RunFolder:
     @property
     def last(self) -> Path:
         """What an interrupted run resumes from."""
-        return self.path / "checkpoints" / "last.ckpt"
+        return self.path / LAST_CHECKPOINT
 
     @property
     def best(self) -> Path:
         """The best checkpoint by tokens committed per round."""
-        return self.path / "checkpoints" / "best.ckpt"
+        return self.path / BEST_CHECKPOINT
 
     @property
     def recipe(self) -> Path:

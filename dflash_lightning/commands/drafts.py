@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 
-from dflash_lightning.files import RECIPE_FILE, draft_place
-from dflash_lightning.model import DraftModel, load_draft
-from dflash_lightning.model_checkpoint import read_checkpoint
+from dflash_lightning.files import RECIPE_FILE
+from dflash_lightning.model import DraftModel
+from dflash_lightning.model_found import find_weights
 from dflash_lightning.recipe_load import load_recipe
 from dflash_lightning.recipe_make import make_target
 from dflash_lightning.run import read_recipe
@@ -22,11 +22,15 @@ _DEVICES = "Use cpu, or cuda where there is a GPU (cuda:1 is the second)."
 
 @dataclass(frozen=True)
 class FoundDraft:
-    """A drafter, where it was read, and the recipe of its run (empty for an exported folder)."""
+    """A drafter, where it was read, and the recipe of its run (empty for an exported folder).
+
+    ``measured`` is what the run's own evaluation found of these weights; see ``FoundWeights``.
+    """
 
     model: DraftModel
     source: Path
     recipe: dict[str, Any] = field(default_factory=dict)
+    measured: dict[str, float] = field(default_factory=dict)
 
     @property
     def chat_template_kwargs(self) -> dict[str, Any]:
@@ -42,10 +46,9 @@ def find_draft(path: str) -> FoundDraft:
     Raises:
         ValueError: there is none; says what was looked for.
     """
-    place = draft_place(path)
-    if place.is_dir():
-        return FoundDraft(load_draft(place), place)
-    return FoundDraft(read_checkpoint(place), place, _recipe_above(place))
+    found = find_weights(path, setting="--draft")
+    recipe = _recipe_above(found.source) if found.source.is_file() else {}
+    return FoundDraft(found.model, found.source, recipe, found.measured)
 
 
 def _recipe_above(checkpoint: Path) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from dflash_lightning.files import draft_place, find_file
+from dflash_lightning.files import find_draft_place, find_file
 from dflash_lightning.recipe_check import early_faults
 from dflash_lightning.recipe_faults import RecipeError
 from dflash_lightning.recipe_load import load_recipe, load_with_faults
@@ -31,7 +31,7 @@ def check_files(args: argparse.Namespace) -> None:
         if not Path(path).expanduser().is_dir():  # a saved data set is read where a command takes one
             find_file(path, setting="--prompts" if args.command != "regenerate" else "prompts")
     for path in [*_listed(getattr(args, "draft", None)), *_listed(getattr(args, "run_dir", None))]:
-        draft_place(path)
+        find_draft_place(path, setting="--draft")
     if getattr(args, "target", None) is not None:
         locate(str(load_recipe("dflash", [f"target={args.target}"]).target.source))
 

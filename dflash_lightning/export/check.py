@@ -26,8 +26,9 @@ from dflash_lightning.export.faults import (
 from dflash_lightning.export.formats import FORMATS
 from dflash_lightning.export.replay import REPLAY_FILE, RecordedPrompt, Replay, Replayer, digests
 from dflash_lightning.export.speculators import LAYERS
+from dflash_lightning.files import CONFIG_FILE
 from dflash_lightning.model_config import check_config, identify
-from dflash_lightning.model_files import CONFIG_FILE, WEIGHTS_FILE, read_draft_config, read_object
+from dflash_lightning.model_files import WEIGHTS_FILE, read_draft_config, read_object
 from dflash_lightning.target import FrozenTarget, check_mask_token_id
 from dflash_lightning.target.mask_token import reserved_ids, special_ids
 

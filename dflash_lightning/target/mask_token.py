@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 from transformers import PreTrainedTokenizerBase
 
+from dflash_lightning.target.families import setting
 from dflash_lightning.target.frozen import FrozenTarget
 from dflash_lightning.types import TargetFacts
 
