@@ -107,9 +107,12 @@ def _regenerate(args: argparse.Namespace) -> int:
 
 
 def _inspect(args: argparse.Namespace) -> int:
+    from dflash_lightning.commands.inspect_settings import read_settings
+
+    tree = read_settings(args)
     from dflash_lightning.commands.inspect import inspect
 
-    return inspect(args)
+    return inspect(args, tree)
 
 
 def _export(args: argparse.Namespace) -> int:
@@ -131,15 +134,15 @@ def _check_export(args: argparse.Namespace) -> int:
 
 
 def _show(args: argparse.Namespace) -> int:
-    from dflash_lightning.commands.listing import show
+    from dflash_lightning.commands.show import show
 
-    return show(args.recipe, args.overrides)
+    return show(args.recipe, args.overrides, everything=args.all)
 
 
 def _recipes(args: argparse.Namespace) -> int:
     from dflash_lightning.commands.listing import list_recipes
 
-    return list_recipes()
+    return list_recipes(args.recipe)
 
 
 _RUN: dict[str, Callable[[argparse.Namespace], int]] = {
