@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from dflash_lightning.data.sources import Source, TrainFiles, make_sources
-from dflash_lightning.files import find_file
+from dflash_lightning.files import draft_place, find_file
 from dflash_lightning.recipe_faults import Fault, split_message
 from dflash_lightning.recipe_hints import fits
 from dflash_lightning.recipe_nodes import faults_of
@@ -43,6 +43,8 @@ def file_faults(tree: dict[str, Any]) -> Iterator[Fault]:
     for where, value in select(tree, _SOURCES):
         if fits(value, TrainFiles):  # reported where it does not
             yield from _source_faults(value, where)
+    if isinstance(start := tree.get("init_from"), str):
+        yield from faults_of(partial(draft_place, start, setting="init_from"), "init_from")
     source = mapping_at(tree, "target").get("source")
     if isinstance(source, str):
         yield from faults_of(partial(locate, source), "target.source")
