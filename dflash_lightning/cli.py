@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable, Sequence
 
 from dflash_lightning.commands.grammar import make_parser
+from dflash_lightning.recipe_faults import hint_for
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,14 +36,30 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """What was typed; settings (``key=value``) may stand behind options too, which argparse alone does not allow."""
-    parser = make_parser()
-    args, rest = parser.parse_known_args(argv)
+    parser, words = make_parser(), list(sys.argv[1:] if argv is None else argv)
+    if not words:
+        parser.print_help(sys.stderr)
+        raise SystemExit(2)
+    if words[0] == "help":
+        words = [*words[1:2], "--help"]
+    if not words[0].startswith("-") and words[0] not in _RUN:
+        parser.error(f"there is no command {words[0]!r}. {hint_for(words[0], _RUN)}")
+    args, rest = parser.parse_known_args(words)
     settings = [word for word in rest if "=" in word and not word.startswith("-")]
-    if len(settings) < len(rest) or "overrides" not in args:
-        parser.parse_args(argv)  # complains
+    strange = [word for word in rest if word not in settings or "overrides" not in args]
+    if strange:
+        args.parser.error(f"{strange[0]}: {_about(strange[0], args.parser)}")
     elif settings:
         args.overrides = [*args.overrides, *settings]
     return args
+
+
+def _about(word: str, parser: argparse.ArgumentParser) -> str:
+    """What is wrong with a word that a command does not take."""
+    if not word.startswith("-"):
+        return "is one word too many. Settings are written key=value, for commands that take a recipe"
+    known = [option for action in parser._actions for option in action.option_strings if option.startswith("--")]
+    return f"there is no such option. {hint_for(word.partition('=')[0], known)}"
 
 
 def _explain(error: ValueError | OSError) -> str:

@@ -38,7 +38,7 @@ ALLOWED = {
     "run": _RECIPE,
     "machine": _BASE,
     "commands": _RECIPE | {"run", "machine"},
-    "cli": {"commands"},
+    "cli": {"commands", "recipe"},
     "__main__": {"cli"},
 }
 LIBRARIES = {
