@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -44,6 +46,17 @@ def by_import(path: Any) -> Arguments:
         open_ended=any(p.kind is p.VAR_KEYWORD for p in parameters),
         made=function if inspect.isclass(function) else hints.get("return", Any),
     )
+
+
+def source_defaults(path: str) -> dict[str, Any]:
+    """Plain defaults (numbers, texts, lists, null) of the arguments of ``path``, as the source text has them."""
+    signature = read_signature(path)
+    found: dict[str, Any] = {}
+    for name, parameter in ({} if signature is None else signature.parameters).items():
+        if parameter.default is not None:
+            with suppress(ValueError):
+                found[name] = ast.literal_eval(parameter.default)
+    return found
 
 
 def from_source(path: Any) -> Arguments | None:

@@ -79,7 +79,7 @@ def _missing(file: Path, name: str) -> Fault:
 
 
 def _near(name: str, known: list[str]) -> str:
-    return hint_for(name, dict.fromkeys(known))
+    return hint_for(name, set(known))
 
 
 def _refusal(file: Path, text: str) -> Fault:

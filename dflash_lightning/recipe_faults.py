@@ -6,6 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
 
+# Settings without a group that a message may name.
+_TOP_LEVEL = ("init_from", "draft_vocabulary", "seed", "loss")
+
 
 @dataclass(frozen=True)
 class Fault:
@@ -46,5 +49,5 @@ def split_message(message: str, where: str) -> Fault:
     what, _, do = message.partition(". ")
     key, colon, rest = what.partition(": ")
     if colon and " " not in key:  # the message names its key itself
-        where, what = (key if "." in key else where), rest
+        where, what = (key if "." in key or key in _TOP_LEVEL else where), rest
     return Fault(where, what.rstrip("."), do.rstrip(".") or "Change it")

@@ -11,7 +11,7 @@ from dflash_lightning.model_start import DraftPlan
 from dflash_lightning.recipe_faults import Fault, split_message
 from dflash_lightning.recipe_make import locate, make
 from dflash_lightning.recipe_nodes import faults_of
-from dflash_lightning.recipe_tree import holds_unknown, mapping_at
+from dflash_lightning.recipe_tree import holds_unknown, mapping_at, select
 from dflash_lightning.target import load_target
 from dflash_lightning.target.preview import TargetPreview, preview
 
@@ -67,8 +67,9 @@ def _length_faults(tree: dict[str, Any], found: TargetPreview) -> Iterator[Fault
         processing = Processing(length, "right", "all_turns", {}, 0)
         yield from faults_of(partial(processing.check_target, found.text), "data.max_length")
     positions, block = found.facts.max_positions, mapping_at(tree, "block").get("block_size")
-    for name, node in mapping_at(tree, "callbacks").items():
-        answer = mapping_at(node, "decoding").get("max_new_tokens")
-        if isinstance(answer, int) and isinstance(block, int) and answer + block >= positions:
-            what = f"{answer} leaves no position for a prompt: {found.facts.name} has {positions}"
-            yield Fault(f"callbacks.{name}.decoding.max_new_tokens", what, f"Use less than {positions - block}")
+    for pattern in ("decoding.max_new_tokens", "callbacks.*.decoding.max_new_tokens"):
+        for where, answer in select(tree, pattern):
+            if isinstance(answer, int) and isinstance(block, int) and answer + block >= positions:
+                what = f"{answer} leaves no position for a prompt: {found.facts.name} has {positions}"
+                yield Fault(where, what, f"Use less than {positions - block}")
+                return  # the callbacks' is most often the same one

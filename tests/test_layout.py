@@ -39,7 +39,7 @@ ALLOWED = {
     "machine": _BASE,
     "commands": _RECIPE | {"run", "machine"},
     "quiet": set(),
-    "cli": {"commands", "quiet"},
+    "cli": {"commands", "quiet", "recipe"},
     "__main__": {"cli"},
 }
 LIBRARIES = {

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from typing import TypeAlias
+from typing import NoReturn, TypeAlias
 
+from dflash_lightning import __version__
 from dflash_lightning.commands.argument_types import count as _count
 from dflash_lightning.commands.argument_types import ids as _ids
 from dflash_lightning.commands.argument_types import mapping as _mapping
+from dflash_lightning.recipe_folders import recipe_names
 
 _EPILOG = """\
 a first session:
@@ -17,21 +19,35 @@ a first session:
   dflash generate --draft runs/quickstart --prompt "Write a Python function that adds two numbers."
 """
 
-_Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+_Commands: TypeAlias = "argparse._SubParsersAction[_Parser]"
 _DRAFT_HELP = "a run folder (its best checkpoint), a checkpoint file, or an exported folder"
 _TEST_PROMPTS = "package://dflash_lightning/data/quickstart/test.jsonl"
 _TARGET_HELP = "path, hub id, GGUF file or name of a target option (see `dflash recipes`)"
 
 
+class _Parser(argparse.ArgumentParser):
+    """Adds to argparse's errors what would have been right."""
+
+    def error(self, message: str) -> NoReturn:
+        if "required: RECIPE" in message:
+            names = ", ".join(recipe_names())
+            message += f". Give a shipped recipe ({names}), a YAML file or a run folder of your own (dflash recipes)"
+        super().error(f"{message}\n(dflash {self._command()}--help shows what there is)")
+
+    def _command(self) -> str:
+        return "".join(f"{word} " for word in self.prog.split()[1:])
+
+
 def make_parser() -> argparse.ArgumentParser:
     """The whole grammar; ``command`` is the sub-command's name."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="dflash",
         description="Train block-diffusion drafters and decode with them, losslessly.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    parser.add_argument("--version", action="version", version=f"dflash-lightning {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=_Parser)
     _add_fit(commands)
     _add_evaluate(commands)
     _add_report(commands)
@@ -50,7 +66,7 @@ def _add(commands: _Commands, name: str, help_: str, text: str) -> argparse.Argu
         name, help=help_, description=text, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    parser.set_defaults(command=name)
+    parser.set_defaults(command=name, parser=parser)
     return parser
 
 
@@ -261,9 +277,25 @@ what it drafted for the replay's prompts (logits are optional). The exit status 
 
 
 def _add_show(commands: _Commands) -> None:
-    text = "Print the recipe with every value resolved. Saved to a file, it reruns to the same run."
-    _add_recipe_arguments(_add(commands, "show", "print the resolved recipe", text))
+    text = """\
+Print the recipe with every value resolved. Saved to a file, it reruns to the same run. With --all: one line for every
+setting that there is, with its value, default, range and what it does.
+
+  dflash show quickstart
+  dflash show mine.yaml --all | grep lr
+
+Loss terms and callbacks have names, and are added up: ~loss.NAME takes one out (in a file: NAME: null under loss), and
+loss=OPTION replaces them all. What is wrong with the recipe goes to standard error, and the exit status is then 2."""
+    parser = _add(commands, "show", "print the resolved recipe", text)
+    _add_recipe_arguments(parser)
+    parser.add_argument("--all", action="store_true", help="every setting, with default, range and a line of help")
 
 
 def _add_recipes(commands: _Commands) -> None:
-    _add(commands, "recipes", "list recipes and the options of each group", "List recipes and options.")
+    text = """\
+List recipes and the options of each group, each with a line of what it is.
+
+  dflash recipes
+  dflash recipes mine.yaml     also those beside a recipe of your own: mine.yaml finds loss/focal.yaml as loss=focal"""
+    parser = _add(commands, "recipes", "list recipes and the options of each group", text)
+    parser.add_argument("recipe", nargs="?", metavar="RECIPE", help="a recipe file of your own, or a folder of them")

@@ -29,7 +29,12 @@ class KVInjection(Conditioning):
 
     name = "kv_injection"
 
-    def __init__(self, *, target_layer_ids: list[int] | None = None, num_features: int = 5) -> None:
+    def __init__(
+        self,
+        *,
+        target_layer_ids: list[int] | None = None,  # 0-based target layers that are read; null spaces them evenly
+        num_features: int = 5,  # how many, where target_layer_ids is null
+    ) -> None:
         super().__init__()
         if num_features < 1:
             raise ValueError(

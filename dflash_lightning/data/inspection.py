@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,6 @@ from transformers import PreTrainedTokenizerBase
 
 from dflash_lightning.block import BlockConstructor
 from dflash_lightning.data.conversation import ChatRenderer, UnusableRow
-from dflash_lightning.data.datamodule import DraftData
 from dflash_lightning.data.overlap import OverlapCounter
 from dflash_lightning.data.process import Processing, TrainingRows
 from dflash_lightning.data.rows import Message
@@ -26,8 +24,11 @@ NGRAM = 13  # words; see ``data.overlap``
 
 
 def training_rows(settings: Mapping[str, Any]) -> TrainingRows:
-    """The rows of ``DraftData(target, **settings)``, without its side file and cache."""
-    values = {name: parameter.default for name, parameter in signature(DraftData).parameters.items()} | dict(settings)
+    """The rows of ``DraftData(target, **settings)``, without its side file and cache.
+
+    ``settings`` name every argument, defaults included: Lightning, which ``DraftData`` is of, is not needed here.
+    """
+    values = dict(settings)
     values["chat_template_kwargs"] = dict(values["chat_template_kwargs"] or {})
     processing = Processing(**{field.name: values[field.name] for field in fields(Processing)})
     sources = make_sources(values["train"], limit=values["limit"])

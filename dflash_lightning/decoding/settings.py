@@ -19,14 +19,14 @@ class DecodingSettings:
     prepacked weights on the CPU, ``compile`` compiles the draft step; neither changes which tokens are right.
     """
 
-    max_new_tokens: int = 256
-    batch_size: int = 8
-    temperature: float = 0.0
-    top_k: int | None = None
-    top_p: float | None = None
-    seed: int = 0
+    max_new_tokens: int = 256  # longest answer
+    batch_size: int = 8  # prompts decoded at once
+    temperature: float = 0.0  # 0 is greedy
+    top_k: int | None = None  # sample among the k likeliest tokens; null: all
+    top_p: float | None = None  # sample among the likeliest that hold this probability; null: all
+    seed: int = 0  # of the draws
     verifier: Literal["auto", "greedy", "match", "token"] = "auto"
-    compile: bool = True
+    compile: bool = True  # compile the draft step; the tokens are the same
     packed: bool = True
 
     def __post_init__(self) -> None:

@@ -34,14 +34,14 @@ _GENERATION = "generation_config.json"
 
 
 def load_target(
-    source: str,
+    source: str,  # a folder, a hub id, a GGUF file or package://NAME/FILE
     *,
-    revision: str | None = None,
-    dtype: str = "float32",
-    device: str | torch.device = "cpu",
-    device_map: str | dict[str, Any] | None = None,
-    attn_implementation: str | None = None,
-    trust_remote_code: bool = False,
+    revision: str | None = None,  # branch, tag or commit on the hub; null: the newest
+    dtype: str = "float32",  # float32, bfloat16, float16, or auto: the checkpoint's own
+    device: str | torch.device = "cpu",  # where the weights go
+    device_map: str | dict[str, Any] | None = None,  # chooses the device instead; one device only
+    attn_implementation: str | None = None,  # null: the family's default
+    trust_remote_code: bool = False,  # run model code from the hub
 ) -> FrozenTarget:
     """The causal LM at ``source`` with its tokenizer, frozen.
 
