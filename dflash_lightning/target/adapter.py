@@ -142,9 +142,14 @@ def _decoding_copy(target: FrozenTarget, *, packed: bool) -> Anatomy:
 
 
 def _decoding_attention(target: FrozenTarget) -> str:
-    """Kernels that take no ragged masks (flash, flex) give way to sdpa, or to eager in families without sdpa."""
+    """Kernels that take no ragged masks (flash, flex) give way to sdpa, or to eager in families without sdpa.
+
+    A family that does not look its attention up by name (Falcon) compares the name with "sdpa", and would take any
+    other one for eager, whose masks are added.
+    """
     config = target.model.config
     model_class = causal_lm_class(config)
     if config._attn_implementation == "eager" or model_class is None or not model_class._supports_sdpa:
         return "eager"
-    return GROUPED_SDPA if target.device.type == "cpu" else "sdpa"
+    by_name = model_class._supports_attention_backend
+    return GROUPED_SDPA if target.device.type == "cpu" and by_name else "sdpa"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from dflash_lightning import layer_ids as layers
-from dflash_lightning.target.families import embedding_scale, rope_settings, rope_switch, setting
+from dflash_lightning.target.families import embedding_scale, length_limit, rope_settings, setting
 from dflash_lightning.target.turn_end import template_stop_id
 from dflash_lightning.types import TargetFacts
 
@@ -52,7 +52,8 @@ def config_facts(
     vocab_size: int,
 ) -> TargetFacts:
     """What the configuration of a target tells of it, before its weights are there; the digest is left empty."""
-    get, num_heads = setting, config.num_attention_heads
+    get = setting
+    num_heads, hidden_size = get(config, "num_attention_heads"), get(config, "hidden_size")
     return TargetFacts(
         name=name,
         revision=revision,
@@ -60,12 +61,12 @@ def config_facts(
         model_type=config.model_type,
         vocab_size=vocab_size,
         num_tokens=0 if tokenizer is None else len(tokenizer),
-        hidden_size=config.hidden_size,
-        intermediate_size=get(config, "intermediate_size", "n_inner", default=4 * config.hidden_size),
+        hidden_size=hidden_size,
+        intermediate_size=get(config, "intermediate_size", "n_inner", default=4 * hidden_size),
         num_layers=config.num_hidden_layers,
         num_heads=num_heads,
         num_kv_heads=get(config, "num_key_value_heads", default=num_heads),
-        head_dim=get(config, "head_dim", default=config.hidden_size // num_heads),
+        head_dim=get(config, "head_dim", default=hidden_size // num_heads),
         hidden_act=get(config, "hidden_act", "hidden_activation", "activation_function", default="silu"),
         rms_norm_eps=get(config, "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", default=1e-6),
         rope_parameters=rope_settings(config),
@@ -142,21 +143,20 @@ def find_stop_ids(
 def max_positions(config: PretrainedConfig) -> int:
     """The longest row that the target is used for; very many where its configuration names no bound.
 
-    That is what the model was made for, but never more than ``rope_switch``: beyond it the features of a short row
+    That is what the model was made for, but never more than ``length_limit``: beyond it the features of a short row
     would depend on the rows beside it, and those of a long one on how far its decoding has come.
     """
-    stated = int(setting(config, *_POSITIONS, default=1 << 20))
-    switch = rope_switch(config)
-    return stated if switch is None else min(stated, switch)
+    stated, limit = int(setting(config, *_POSITIONS, default=1 << 20)), length_limit(config)
+    return stated if limit is None else min(stated, limit.positions)
 
 
-def warn_of_switch(config: PretrainedConfig, name: str) -> None:
+def warn_of_limit(config: PretrainedConfig, name: str) -> None:
     """Say that a target is used for fewer positions than its configuration states, and why."""
-    stated, used = int(setting(config, *_POSITIONS, default=0)), max_positions(config)
-    if rope_switch(config) is not None and used < stated:
+    stated, limit = int(setting(config, *_POSITIONS, default=1 << 20)), length_limit(config)
+    if limit is not None and limit.positions < stated:
         warnings.warn(
-            f"target: {name} rotates with other frequencies as soon as a forward is longer than {used} positions "
-            f"(LongRoPE), so that a row would depend on the rows beside it. It is used up to {used} positions of its "
-            f"{stated}: longer documents, prompts and answers are refused.",
+            f"target: {name} {limit.reason} as soon as a row is longer than {limit.positions} positions, so that a row "
+            f"would depend on those beside it. It is used up to {limit.positions} positions of its {stated}: longer "
+            "documents, prompts and answers are refused.",
             stacklevel=3,
         )

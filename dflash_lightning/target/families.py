@@ -19,8 +19,10 @@ VERIFIED_FAMILIES = (
 
 _ATTENTION_KINDS = ("full_attention", "sliding_attention")
 _ALIBI_FAMILIES = ("bloom", "mpt")
-# Families whose parts contradict one another in transformers itself, and how.
-_INCONSISTENT = {
+# Families that would be decoded wrongly, and why; all others are swept by a test.
+_UNFIT = {
+    "dory": "it scales every logit by a factor of its own, which drafters do not know",
+    "gpt_neo": "it masks by the number of cached rows instead of positions, so rows of a ragged batch see later tokens",
     "moshi": "its forward looks at all tokens while its cache keeps a window of them, so that its own generate differs",
 }
 _LAYER_LIST_NAMES = ("layers", "h", "blocks")
@@ -30,12 +32,27 @@ _SPAN_NAME = re.compile(r"^(?!.*(layer|pattern|num_)).*(window|chunk)")
 
 
 def setting(config: PretrainedConfig, *names: str, default: Any = None) -> Any:
-    """First of the settings ``names`` that the configuration has, not null: families spell them differently."""
+    """First of the settings ``names`` that the configuration has, not null: families spell them differently.
+
+    Of a setting that differs from layer to layer it is the one that most layers have.
+    """
     for name in names:
-        value = getattr(config, name, None)
+        try:
+            value = getattr(config, name, None)
+        except RuntimeError:  # transformers refuses to name one value of a setting that single layers override
+            value = config.__dict__.get(name)
         if value is not None:
             return value
     return default
+
+
+def varies(config: PretrainedConfig, name: str) -> bool:
+    """Whether single layers override the setting ``name``."""
+    try:
+        getattr(config, name, None)
+    except RuntimeError:
+        return True
+    return False
 
 
 def refuse(config: PretrainedConfig, source: str, reason: str, advice: str) -> ValueError:
@@ -74,8 +91,10 @@ def check_family(config: PretrainedConfig, source: str) -> None:
         raise refuse(
             config, source, "it counts positions from the attention mask (ALiBi), so rows cannot be packed", other
         )
-    if config.model_type in _INCONSISTENT:
-        raise refuse(config, source, _INCONSISTENT[config.model_type], other)
+    if varies(config, "sliding_window"):
+        raise refuse(config, source, "its layers have windows of different sizes", other)
+    if config.model_type in _UNFIT:
+        raise refuse(config, source, _UNFIT[config.model_type], other)
     if setting(config, "num_kv_shared_layers", default=0):
         raise refuse(config, source, "its layers share key-value states", other)
     if model_class is None and "AutoModelForCausalLM" not in setting(config, "auto_map", default={}):
@@ -187,11 +206,20 @@ def attention_spans(config: PretrainedConfig) -> list[int]:
     return sorted({v for v in values.values() if isinstance(v, int) and not isinstance(v, bool) and v > 0})
 
 
-def rope_switch(config: PretrainedConfig) -> int | None:
-    """Positions after which the rotation of a whole forward changes (LongRoPE); null where it never does.
+@dataclass(frozen=True)
+class LengthLimit:
+    """Up to ``positions`` a row is computed alike whatever stands beside it; ``reason`` is what changes beyond."""
 
-    A row with more positions than this has other frequencies in *all* its positions, and so has every row in one
-    batch with it. ("dynamic" changes too, but only past ``max_position_embeddings``, where nothing goes.)
+    positions: int
+    reason: str
+
+
+def length_limit(config: PretrainedConfig) -> LengthLimit | None:
+    """Where the model begins to compute a whole forward otherwise because one of its rows is long; null if nowhere.
+
+    LongRoPE then rotates *all* positions with other frequencies, those of the short rows in the batch too. Doge masks
+    keys by rank among all keys of the forward. ("dynamic" RoPE changes too, but only past
+    ``max_position_embeddings``, where nothing goes.)
     """
     found = setting(config, "rope_parameters", "rope_scaling", default={})
     lengths = []
@@ -199,7 +227,10 @@ def rope_switch(config: PretrainedConfig) -> int | None:
         if isinstance(rope, dict) and rope.get("rope_type", rope.get("type")) in _SWITCHING_ROPES:
             length = rope.get("original_max_position_embeddings")
             lengths.append(length or setting(config, "original_max_position_embeddings", "max_position_embeddings"))
-    return min((int(length) for length in lengths if length), default=None)
+    limits = [LengthLimit(int(length), "rotates with other frequencies (LongRoPE)") for length in lengths if length]
+    if (kept := setting(config, "keep_window_size")) is not None:
+        limits.append(LengthLimit(int(kept), "masks keys by their rank among all keys"))
+    return min(limits, key=lambda limit: limit.positions, default=None)
 
 
 def sliding_window(config: PretrainedConfig) -> int | None:

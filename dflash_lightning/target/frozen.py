@@ -57,7 +57,7 @@ class FrozenTarget:
         self.anatomy = families.find_anatomy(model, name)
         self.stop_ids = find_stop_ids(model.config, model.generation_config, tokenizer, name=name)
         self.facts = make_facts(model, tokenizer, name=name, revision=revision, stop_ids=self.stop_ids)
-        self._switches = families.rope_switch(model.config) is not None
+        self._limit = families.length_limit(model.config)
         self._trunks: dict[FeatureSpec, Trunk] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -173,7 +173,7 @@ class FrozenTarget:
         the result is made of normal tensors even under ``inference_mode``.
 
         Raises:
-            ValueError: the spec asks for nothing or for layers that are not there; or positions past a LongRoPE switch.
+            ValueError: the spec asks for nothing or for layers that are not there; or a row past the target's ``length_limit``.
         """
         with plain_mode(self.device):
             self._check_positions(position_ids)
@@ -182,10 +182,10 @@ class FrozenTarget:
 
     def _check_positions(self, position_ids: Int[Tensor, "B S"]) -> None:
         """Only where one long row would silently change all others, because this may wait for a GPU."""
-        if self._switches and position_ids.numel() and int(position_ids.max()) >= self.facts.max_positions:
+        if self._limit is not None and position_ids.numel() and int(position_ids.max()) >= self._limit.positions:
             raise ValueError(
-                f"features: a row reaches position {int(position_ids.max())}, but {self.facts.name} is used up to "
-                f"{self.facts.max_positions} positions (LongRoPE rotates longer forwards otherwise). Shorten it."
+                f"features: a row reaches position {int(position_ids.max())}, but {self.facts.name} {self._limit.reason} "
+                f"beyond {self._limit.positions} positions, in all rows. Shorten it."
             )
 
     def _features(self, input_ids: Tensor, position_ids: Tensor, spec: FeatureSpec, packed: bool) -> TargetFeatures:

@@ -18,7 +18,7 @@ from dflash_lightning.target.bars import patient_bars
 from dflash_lightning.target.checkpoint import load_model
 from dflash_lightning.target.checkpoint_files import check_config, check_files, check_packages
 from dflash_lightning.target.decode_check import check_decoding
-from dflash_lightning.target.facts import find_stop_ids, max_positions, warn_of_switch
+from dflash_lightning.target.facts import find_stop_ids, max_positions, warn_of_limit
 from dflash_lightning.target.families import check_family, check_structure
 from dflash_lightning.target.frozen import FrozenTarget, check_one_device
 from dflash_lightning.target.gguf import cached_folder, check_gguf_extra, dequantise, forget, is_complete, read
@@ -71,7 +71,7 @@ def load_target(
         if device_map is None:
             model.to(device)
         target = FrozenTarget(model, tokenizer, name=source, revision=revision)
-        warn_of_switch(model.config, source)
+        warn_of_limit(model.config, source)
         _warn_of_slow_dtype(target)
         target.check()
         check_decoding(target)
@@ -102,7 +102,7 @@ def load_text(source: str, *, revision: str | None = None, trust_remote_code: bo
         where, remote = (_local(where), {"gguf_file": where.gguf_file}) if kept is None else (kept, {})
     config = _read_config(where, remote)
     check_family(config, where.name)
-    warn_of_switch(config, source)
+    warn_of_limit(config, source)
     tokenizer = _read_tokenizer(where, remote)
     generation = _read_generation(where, {key: remote[key] for key in ("revision",) if key in remote})
     stop_ids = find_stop_ids(config, generation, tokenizer, name=source)
