@@ -79,7 +79,7 @@ def check_tensors(state: Mapping[str, Tensor], where: str) -> None:
     if broken := not_finite(state):
         raise ValueError(
             f"{where}: {len(broken)} of its {len(state)} tensors hold NaN or infinity ({_listed(broken)}). The run "
-            "that made it diverged, or the file is damaged. Give an earlier checkpoint of the run (checkpoints/best.ckpt "
+            "that made it diverged, or the file is damaged. Give an earlier checkpoint of it (checkpoints/best.ckpt "
             "follows the best evaluation), or train it again."
         )
 
