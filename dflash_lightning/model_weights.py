@@ -78,8 +78,8 @@ def check_tensors(state: Mapping[str, Tensor], where: str) -> None:
     _refuse_codes({k: str(v.dtype).removeprefix("torch.") for k, v in state.items() if is_code(k, v)}, where)
     if broken := not_finite(state):
         raise ValueError(
-            f"{where}: {len(broken)} of its {len(state)} tensors hold NaN or infinity ({_listed(broken)}). The run that "
-            "made it diverged, or the file is damaged. Give an earlier checkpoint of the run (checkpoints/best.ckpt "
+            f"{where}: {len(broken)} of its {len(state)} tensors hold NaN or infinity ({_listed(broken)}). The run "
+            "that made it diverged, or the file is damaged. Give an earlier checkpoint of it (checkpoints/best.ckpt "
             "follows the best evaluation), or train it again."
         )
 

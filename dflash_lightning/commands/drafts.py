@@ -47,15 +47,19 @@ def find_draft(path: str) -> FoundDraft:
         ValueError: there is none; says what was looked for.
     """
     found = find_weights(path, setting="--draft")
-    recipe = _recipe_above(found.source) if found.source.is_file() else {}
-    return FoundDraft(found.model, found.source, recipe, found.measured)
+    return FoundDraft(found.model, found.source, _recipe_above(found.source), found.measured)
 
 
 def _recipe_above(checkpoint: Path) -> dict[str, Any]:
-    for folder in checkpoint.resolve().parents[:2]:
-        if (folder / RECIPE_FILE).exists():
-            return read_recipe(folder / RECIPE_FILE)
-    return {}
+    folder = run_of(checkpoint)
+    return {} if folder is None else read_recipe(folder / RECIPE_FILE)
+
+
+def run_of(checkpoint: Path) -> Path | None:
+    """The run's folder that a checkpoint lies in; null for one that was copied away, and for a folder."""
+    if not checkpoint.is_file():
+        return None
+    return next((folder for folder in checkpoint.resolve().parents[:2] if (folder / RECIPE_FILE).exists()), None)
 
 
 def check_device(name: str | None) -> None:

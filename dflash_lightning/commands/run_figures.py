@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dflash_lightning.commands.drafts import FoundDraft
+from dflash_lightning.commands.drafts import FoundDraft, run_of
 from dflash_lightning.data import load_prompts
 from dflash_lightning.files import file_digest, find_file
 from dflash_lightning.run import RunFolder
@@ -17,9 +17,10 @@ _PROMPTS_KEY = "callbacks.speculative_eval.prompts"
 
 def figures_of(draft: FoundDraft) -> dict[str, Any] | None:
     """The run's report if it is one of this very checkpoint, else its own evaluation's figures; null without either."""
-    if not draft.recipe:
+    place = run_of(draft.source)
+    if place is None:
         return None
-    folder = RunFolder(draft.source.resolve().parents[1])
+    folder = RunFolder(place)
     return _report(draft, folder) or _evaluated(draft, folder)
 
 

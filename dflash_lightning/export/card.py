@@ -89,8 +89,8 @@ def _served(exporter: Exporter, served: Mapping[str, Any]) -> str:
     what = "it" if applied == dict(served) else in_words(applied)
     return (
         f"{text}{exporter.consumer} applies {what} by default. The command above switches that off, because figures "
-        "and replay are of plain greedy decoding: served otherwise, answers are others and drafts are accepted less often. "
-        "Measure that before you rely on the figures."
+        "and replay are of plain greedy decoding: served otherwise, answers are others and drafts are accepted less "
+        "often. Measure that before you rely on the figures."
     )
 
 

@@ -54,7 +54,7 @@ _NEUTRAL: dict[str, Any] = {
 }
 # What vLLM 0.33 and SGLang 0.5.23 read of generation_config.json.
 SERVERS_READ = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-_FALSE_TOO = (None, [], {}, -1)  # spellings of "off" beside the neutral value
+_FALSE_TOO: tuple[Any, ...] = (None, [], {}, -1)  # spellings of "off" beside the neutral value
 
 
 def served_settings(target: FrozenTarget) -> dict[str, Any]:
