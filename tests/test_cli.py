@@ -192,7 +192,7 @@ def test_settings_may_stand_behind_options(capsys: pytest.CaptureFixture[str]) -
         (["generate", "--draft", "train.jsonl", "--prompt", "x"], "train.jsonl cannot be read as a checkpoint"),
         (["generate", "--draft", "empty.ckpt", "--prompt", "x"], "empty.ckpt cannot be read as a checkpoint"),
         (["generate", "--draft", "tensor.ckpt", "--prompt", "x"], "tensor.ckpt is no checkpoint of a drafter"),
-        (["generate", "--draft", ".", "--prompt", "x", "--top-k", "5"], "decoding.top_k: 5 would be ignored"),
+        (["generate", "--draft", ".", "--prompt", "x", "--top-k", "5"], "--top-k: 5 would be ignored"),
         (["regenerate", "gone.jsonl", "--target", "target", "--out", "o.jsonl"], "gone.jsonl"),
         (["regenerate", "prompts.jsonl", "--target", "qwen3_4bb", "--out", "o.jsonl"], "Did you mean 'qwen3_4b'?"),
     ],

@@ -8,7 +8,6 @@ from dflash_lightning.commands.drafts import find_draft, open_target, open_targe
 from dflash_lightning.commands.evaluate import settings_of
 from dflash_lightning.data.regenerate import RegenerateReport
 from dflash_lightning.data.regenerate import regenerate as regenerate_file
-from dflash_lightning.target.room import check_room
 
 
 def regenerate(args: argparse.Namespace) -> int:
@@ -19,8 +18,6 @@ def regenerate(args: argparse.Namespace) -> int:
         target = open_target(args.target, device=args.device, dtype=args.dtype)
     else:
         target = open_target_of(draft, args.target, device=args.device, dtype=args.dtype)
-    positions, name = target.facts.max_positions, target.facts.name
-    check_room([1], positions, name, max_new_tokens=settings.max_new_tokens, setting="--max-new-tokens")
     kwargs = args.chat_template_kwargs
     if kwargs is None and draft is not None:
         kwargs = draft.chat_template_kwargs  # what the drafter was trained with

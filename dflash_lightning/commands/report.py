@@ -76,7 +76,7 @@ def _choose_prompts(args: argparse.Namespace, draft: FoundDraft) -> _Prompts:
     """Those asked for, else the run's own held-out ones (as many as it evaluates), else the quickstart's."""
     if args.prompts is not None:
         return _Prompts(args.prompts, args.limit, args.note)
-    own = draft.recipe.get("callbacks", {}).get("speculative_eval", {})
+    own = (draft.recipe.get("callbacks") or {}).get("speculative_eval") or {}
     if own.get("prompts"):
         note = args.note or "the run's own held-out prompts, by which its best checkpoint was chosen"
         return _Prompts(own["prompts"], args.limit or own.get("limit"), note)
