@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from dflash_lightning.data.conversation import ChatRenderer, UnusableRow
     from dflash_lightning.data.datamodule import DraftData
     from dflash_lightning.data.documents import DocumentMaker, RowOutcome
-    from dflash_lightning.data.prompts import check_prompt_lengths, load_prompts, render_prompt
+    from dflash_lightning.data.prompts import load_prompts, render_prompt
     from dflash_lightning.data.rows import ChatRow, PromptRow, TextRow, TokenRow, read_rows
     from dflash_lightning.data.sources import Source, make_sources
     from dflash_lightning.data.store import DocumentStore
@@ -31,7 +31,6 @@ _HOME = {
     "TextRow": "dflash_lightning.data.rows",
     "TokenRow": "dflash_lightning.data.rows",
     "UnusableRow": "dflash_lightning.data.conversation",
-    "check_prompt_lengths": "dflash_lightning.data.prompts",
     "find_file": "dflash_lightning.files",
     "load_prompts": "dflash_lightning.data.prompts",
     "make_sources": "dflash_lightning.data.sources",
@@ -52,7 +51,6 @@ __all__ = [
     "TextRow",
     "TokenRow",
     "UnusableRow",
-    "check_prompt_lengths",
     "find_file",
     "load_prompts",
     "make_sources",

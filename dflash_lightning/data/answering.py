@@ -16,6 +16,7 @@ from dflash_lightning.data.rows import Message
 from dflash_lightning.decoding import Generation, SamplingSpec, SpeculativeDecoder
 from dflash_lightning.model import DraftModel
 from dflash_lightning.target import FrozenTarget
+from dflash_lightning.target.room import most_new_tokens, positions_needed
 
 
 @dataclass
@@ -48,7 +49,7 @@ class Conversation:
         prompt = renderer.encode_prompt(messages, self.script.tools)
         if len(prompt) > room:
             raise UnusableRow(
-                f"a prompt of {len(prompt)} tokens does not fit into the {room} that leave room for an answer"
+                f"a prompt of {len(prompt)} tokens does not fit into the {max(room, 0)} that leave room for an answer"
             )
         if prompt[: len(self.input_ids)] != self.input_ids:
             self.closed.append(self._row())
@@ -141,7 +142,7 @@ class Answering:
     def _ask(self, conversation: Conversation) -> bool:
         """Queue the next answer, or note why there can be none."""
         try:
-            conversation.ask(self.renderer, self.target.facts.max_positions - self.max_new_tokens)
+            conversation.ask(self.renderer, most_new_tokens(self.max_new_tokens, self.target.facts.max_positions))
         except UnusableRow as error:
             conversation.unanswered = str(error)
             return False
@@ -181,7 +182,8 @@ class Answering:
     def _reaches(self, length: int) -> bool:
         """Whether drafts behind the last token still have positions; the target answers the very longest rows alone."""
         assert self.draft is not None
-        return length + self.draft.alignment.num_drafts <= self.target.facts.max_positions
+        drafts = self.draft.alignment.num_drafts
+        return positions_needed(length, 0, drafts) <= self.target.facts.max_positions
 
     def _decoder(self, drafted: bool, length: int) -> SpeculativeDecoder:
         """The decoder for sequences of ``length``: made when it is needed, and anew when it is too short."""

@@ -53,13 +53,3 @@ def render_prompt(
         raise ValueError(
             f"prompt {str(messages)[:80]!r}: {error}. Change the prompt, or data.chat_template_kwargs."
         ) from None
-
-
-def check_prompt_lengths(prompts: Sequence[Sequence[int]], max_positions: int, *, max_new_tokens: int = 1) -> None:
-    """Refuse prompts that leave the model no room for ``max_new_tokens`` more positions."""
-    for number, prompt in enumerate(prompts, start=1):
-        if len(prompt) + max_new_tokens > max_positions:
-            raise ValueError(
-                f"prompt {number} has {len(prompt)} tokens; with max_new_tokens={max_new_tokens} that is more than the "
-                f"model's {max_positions} positions. Shorten the prompt or lower max_new_tokens."
-            )

@@ -101,8 +101,11 @@ class FrozenTarget:
         self.model.to(device)
         return self
 
-    def check_draft(self, config: DraftConfig) -> None:
+    def check_draft(self, config: DraftConfig, *, relative: bool = False) -> None:
         """Refuse a drafter that was made for another target.
+
+        ``relative`` lets one through that fits this target in shape: a drafter of the model that this one was
+        fine-tuned from, say, to see what it is worth here.
 
         Raises:
             ValueError: vocabulary rows, hidden size, number of layers, tapped layers or the digest of the weights
@@ -115,17 +118,22 @@ class FrozenTarget:
             "number of layers": (config.num_target_layers, facts.num_layers),
             "digest of the weights": (config.target.get("digest", facts.digest), facts.digest),
         }
+        if relative:
+            del pairs["digest of the weights"]
         made_for = config.target.get("name", "another target")
         for what, (theirs, ours) in pairs.items():
             if theirs is not None and theirs != ours:
-                rounded = what.startswith("digest") and self.dtype == torch.float16
+                weights = what.startswith("digest")
+                rounded = weights and self.dtype == torch.float16
                 raise ValueError(
                     f"draft: made for {made_for} with {what} {theirs}, but the target {facts.name} has {ours}. "
                     f"Give the target it was made for, or train a drafter for {facts.name}."
                     + (" Is it that target, only rounded to float16? Then drop --dtype." if rounded else "")
+                    + (" To see what it is worth on this one all the same: --other-target." if weights else "")
                 )
         check_layer_ids(config.target_layer_ids, facts)
-        self._check_copies(config.target, made_for)
+        if not relative:
+            self._check_copies(config.target, made_for)
 
     def _check_copies(self, made_for: Mapping[str, Any], name: str) -> None:
         """Hold what a drafter's file says of its target's embedding and head against this target's."""

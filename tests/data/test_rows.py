@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dflash_lightning.data import ChatRow, PromptRow, TextRow, TokenRow, check_prompt_lengths, load_prompts, read_rows
+from dflash_lightning.data import ChatRow, PromptRow, TextRow, TokenRow, load_prompts, read_rows
 from dflash_lightning.data.rows import parse_record
 
 
@@ -190,9 +190,3 @@ def test_row_that_holds_no_prompt_is_refused_with_its_line(tmp_path: Path) -> No
         load_prompts(write(tmp_path / "q.jsonl", {"text": "Once"}))
     with pytest.raises(ValueError, match=r"q.jsonl:1: a tokenised row is not a prompt"):
         load_prompts(write(tmp_path / "q.jsonl", {"input_ids": [1], "loss_mask": [1]}))
-
-
-def test_prompt_longer_than_the_models_positions_is_refused() -> None:
-    check_prompt_lengths([[1] * 6], 8, max_new_tokens=2)
-    with pytest.raises(ValueError, match=r"prompt 2 has 7 tokens.*model's 8 positions. Shorten the prompt"):
-        check_prompt_lengths([[1], [1] * 7], 8, max_new_tokens=2)
