@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 
 from dflash_lightning.callbacks.agreement import disagreement
 from dflash_lightning.callbacks.figures import acceptance_figure, histogram_figure
-from dflash_lightning.data import check_prompt_lengths, load_prompts, render_prompt
+from dflash_lightning.data import check_prompt_lengths, left_out_line, load_prompts, render_prompt
 from dflash_lightning.decoding import DecodeStats, DecodingSettings
 from dflash_lightning.decoding.evaluation import Evaluation, Evaluator
 from dflash_lightning.metric import SpeculativeMetric
@@ -83,7 +83,13 @@ class SpeculativeEval(Callback):
         self._evaluator = None
         rows = load_prompts(self.prompts, limit=self.limit)
         target = pl_module.target
-        self._rendered = [render_prompt(target.tokenizer, row, **self.chat_template_kwargs) for row in rows]
+        rows_of_embedding = target.facts.vocab_size
+        self._rendered = [
+            render_prompt(target.tokenizer, row, vocab_size=rows_of_embedding, **self.chat_template_kwargs)
+            for row in rows
+        ]
+        if trainer.is_global_zero and (left_out := left_out_line(rows)) is not None:
+            print(left_out, flush=True)
         reach = self.decoding.max_new_tokens + pl_module.block.block_size
         check_prompt_lengths(self._rendered, target.facts.max_positions, max_new_tokens=reach)
 

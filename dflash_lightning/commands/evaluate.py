@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_lightning.commands.drafts import check_device, find_draft, open_target_of
-from dflash_lightning.data import load_prompts, render_prompt
+from dflash_lightning.data import left_out_line, load_prompts, render_prompt
 from dflash_lightning.decoding import DecodingSettings
 from dflash_lightning.decoding.evaluation import Evaluator
 from dflash_lightning.run import json_text, machine, versions
@@ -20,9 +20,12 @@ def evaluate(args: argparse.Namespace) -> int:
     settings = settings_of(args)
     check_device(args.device)
     prompts = load_prompts(args.prompts, limit=args.limit)
+    if (left_out := left_out_line(prompts)) is not None:
+        print(left_out)
     draft = find_draft(args.draft)
     target = open_target_of(draft, args.target, device=args.device, dtype=args.dtype)
-    ids = [render_prompt(target.tokenizer, messages, **draft.chat_template_kwargs) for messages in prompts]
+    rows, kwargs = target.facts.vocab_size, draft.chat_template_kwargs
+    ids = [render_prompt(target.tokenizer, prompt, vocab_size=rows, **kwargs) for prompt in prompts]
     check_room(settings, target, ids)
     evaluation = Evaluator(target, draft.model, ids, settings, num_checked=len(ids))()
     print(evaluation.table(f"{draft.source} on {args.prompts}"))

@@ -11,7 +11,7 @@ from typing import Any
 
 from dflash_lightning.commands.drafts import FoundDraft, check_device, find_draft, open_target_of
 from dflash_lightning.commands.evaluate import check_room, settings_of
-from dflash_lightning.data import render_prompt
+from dflash_lightning.data import Prompt, render_prompt
 from dflash_lightning.decoding import DecodeResult
 from dflash_lightning.decoding.stats import STAGES
 from dflash_lightning.run import json_text
@@ -48,10 +48,10 @@ def generate(args: argparse.Namespace) -> int:
 
 
 def _prompt_ids(args: argparse.Namespace, draft: FoundDraft, target: FrozenTarget) -> list[int]:
-    if args.prompt is not None:
-        message = {"role": "user", "content": args.prompt}
-        return render_prompt(target.tokenizer, [message], **draft.chat_template_kwargs)
     size = target.facts.vocab_size
+    if args.prompt is not None:
+        prompt = Prompt([{"role": "user", "content": args.prompt}], where="--prompt")
+        return render_prompt(target.tokenizer, prompt, vocab_size=size, **draft.chat_template_kwargs)
     if strangers := [i for i in args.prompt_ids if not 0 <= i < size]:
         raise ValueError(
             f"--prompt-ids: {strangers} are no tokens of {target.facts.name}, which has ids 0..{size - 1}."

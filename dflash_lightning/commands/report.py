@@ -14,7 +14,7 @@ from typing import Any
 from dflash_lightning.commands.drafts import FoundDraft, find_draft, open_target_of
 from dflash_lightning.commands.evaluate import settings_of
 from dflash_lightning.commands.report_text import failures, table
-from dflash_lightning.data import load_prompts, render_prompt
+from dflash_lightning.data import Prompt, left_out_line, load_prompts, render_prompt
 from dflash_lightning.data.overlap import ngram_overlap
 from dflash_lightning.data.rows import ChatRow, TextRow, TokenRow
 from dflash_lightning.data.sources import make_sources
@@ -68,9 +68,12 @@ def _asked(args: argparse.Namespace, draft: FoundDraft) -> dict[str, Any]:
 
 def _measure(args: argparse.Namespace, draft: FoundDraft) -> dict[str, Any]:
     settings = settings_of(args)
-    messages = load_prompts(args.prompts, limit=args.limit)
+    asked = load_prompts(args.prompts, limit=args.limit)
+    if (left_out := left_out_line(asked)) is not None:
+        print(left_out)
     target = open_target_of(draft, args.target, device=args.device, dtype=args.dtype)
-    prompts = [render_prompt(target.tokenizer, m, **draft.chat_template_kwargs) for m in messages]
+    rows, kwargs = target.facts.vocab_size, draft.chat_template_kwargs
+    prompts = [render_prompt(target.tokenizer, prompt, vocab_size=rows, **kwargs) for prompt in asked]
     print(f"decoding {len(prompts)} prompts, with and without drafts ...", flush=True)
     evaluation = Evaluator(target, draft.model, prompts, settings, num_checked=len(prompts))()
     print(evaluation.table("report"), flush=True)
@@ -80,7 +83,7 @@ def _measure(args: argparse.Namespace, draft: FoundDraft) -> dict[str, Any]:
     print(f"timing {len(timed)} of them one at a time, three decoders taking turns ...", flush=True)
     timings = time_decoders(target, draft.model, timed, settings)
     timed_same = _count_equal(timings["speculative"].outputs, timings["transformers_generate"].outputs)
-    overlap = _overlap(draft, target, messages, evaluation.outputs)
+    overlap = _overlap(draft, target, asked, evaluation.outputs)
     return {
         "tau": evaluation.stats.tau,
         "lossless": bool(evaluation.lossless) and same == len(prompts) and timed_same == len(timed),
@@ -137,7 +140,7 @@ def _minutes(args: argparse.Namespace, folder: RunFolder, earlier: dict[str, Any
 
 
 def _overlap(
-    draft: FoundDraft, target: FrozenTarget, messages: list[list[dict[str, Any]]], outputs: list[list[int]]
+    draft: FoundDraft, target: FrozenTarget, asked: list[Prompt], outputs: list[list[int]]
 ) -> dict[str, Any] | None:
     """Share of word 13-grams, of the prompts and of the target's answers to them, that occur in the training text.
 
@@ -154,7 +157,7 @@ def _overlap(
     except ValueError as error:
         print(f"no overlap with the training text is reported: {error}")
         return None
-    overlap = ngram_overlap([m["content"].split() for row in messages for m in row], reference, n=13)
+    overlap = ngram_overlap([m["content"].split() for prompt in asked for m in prompt.messages], reference, n=13)
     if not overlap.reference_ngrams or not overlap.ngrams:
         return None
     shares = {"n": overlap.n, "ngram_share": overlap.ngram_share, "prompt_share": overlap.sample_share}

@@ -3,7 +3,7 @@
 from dflash_lightning.data.conversation import ChatRenderer, UnusableRow
 from dflash_lightning.data.datamodule import DraftData
 from dflash_lightning.data.documents import DocumentMaker, RowOutcome
-from dflash_lightning.data.prompts import check_prompt_lengths, load_prompts, render_prompt
+from dflash_lightning.data.prompts import Prompt, check_prompt_lengths, left_out_line, load_prompts, render_prompt
 from dflash_lightning.data.rows import ChatRow, PromptRow, TextRow, TokenRow, read_rows
 from dflash_lightning.data.sources import Source, make_sources
 from dflash_lightning.data.store import DocumentStore
@@ -17,6 +17,7 @@ __all__ = [
     "DocumentMaker",
     "DocumentStore",
     "DraftData",
+    "Prompt",
     "PromptRow",
     "RowOutcome",
     "Source",
@@ -25,6 +26,7 @@ __all__ = [
     "UnusableRow",
     "check_prompt_lengths",
     "find_file",
+    "left_out_line",
     "load_prompts",
     "make_sources",
     "read_rows",
