@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dflash_lightning.data.marks import is_cut, plain, row_is_learned
+from dflash_lightning.data.marks import finish_reasons, plain, row_is_learned
 from dflash_lightning.data.messages import REASONING, Conversation, Message
 from dflash_lightning.data.values import checked_text, from_json_text, is_empty, joined_text, short
 
@@ -39,7 +39,10 @@ OTHER_READINGS = ("prompt", "instruction", "input")  # keys that another kind of
 
 @dataclass(frozen=True)
 class Beside:
-    """What the columns beside a conversation say about it; ``cut`` is for its last answer."""
+    """What the columns beside a conversation say about it.
+
+    ``cut`` says by column whether the last answer was cut off, or which of all answers were.
+    """
 
     where: str
     system: str | None = None
@@ -47,7 +50,7 @@ class Beside:
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     reasoning: str | None = None
     learned: bool = True
-    cut: bool = False
+    cut: dict[str, list[bool]] = field(default_factory=dict)
 
     def apply(self, conversation: Conversation) -> Conversation:
         """The conversation with the system text in front and the reasoning in its only answer.
@@ -59,8 +62,13 @@ class Beside:
         answers = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
         if self.reasoning is not None and answers:
             messages = _with_reasoning(messages, answers, self.reasoning, self.where)
-        if answers and self.cut:
-            cut.add(answers[-1])
+        for key, reasons in self.cut.items():
+            if len(reasons) not in (1, len(answers)):
+                raise ValueError(
+                    f"{self.where}: {key!r} has {len(reasons)} reasons, but the conversation has {len(answers)} "
+                    "answers. Give one, for the last answer, or one for each."
+                )
+            cut.update(place for place, is_cut in zip(reversed(answers), reversed(reasons), strict=False) if is_cut)
         if not self.learned:
             unlearned.update(answers)
         if self.system is None or _says(messages, self.system, self.where):
@@ -91,7 +99,7 @@ def read_beside(given: Mapping[str, Any], where: str, own: Collection[str]) -> B
         _settings(named, where),
         _agreed(thoughts, where),
         row_is_learned({key: value for key, _, value in named}, where),
-        is_cut(given),
+        finish_reasons({key: value for key, _, value in named}),
     )
 
 

@@ -23,6 +23,6 @@ def foreign_token(
     foreign = int(array[array >= vocab_size][0])
     text = None if tokenizer is None else tokenizer.convert_ids_to_tokens(foreign)
     return (
-        f"the token {text!r} has id {foreign}, but the target has ids 0..{vocab_size - 1}: its embedding has no row for "
-        "it. Take the token out, or use the tokenizer that the model was trained with"
+        f"the token {text!r} has id {foreign}, but the target has ids 0..{vocab_size - 1}: its embedding has no such "
+        "row. Take the token out, or use the tokenizer that the model was trained with"
     )

@@ -136,4 +136,5 @@ def _encode(renderer: ChatRenderer, prompt: Prompt, name: str) -> list[int]:
     try:
         return prompt.encode(renderer)
     except UnusableRow as error:
-        raise ValueError(f"{name}: {prompt.name}: {error}. Change it, or leave it out.") from None
+        where = prompt.where or f"{name}: {prompt.name}"
+        raise ValueError(f"{where}: {error}. Change it, or leave it out.") from None

@@ -27,6 +27,7 @@ _REFUSED = {
 _OF_ROW = {"train", "trainable", "training", "istrainable", "weight", "lossweight", "trainweight", "skip", "skipped"}
 _YES, _NO = {"true", "yes", "on"}, {"false", "no", "off"}
 
+# "finish" is what ``regenerate`` writes.
 FINISH = {"finish", "finishreason", "stopreason", "finishedby"}
 # Reasons after which the text ends where something else than the model ended it.
 _CUT = {
@@ -95,8 +96,18 @@ def row_is_learned(given: Mapping[str, Any], where: str) -> bool:
 
 
 def is_cut(given: Mapping[str, Any]) -> bool:
-    """Whether a finish reason says that the text ends where the model did not end it (``finish_reason: length``)."""
-    return any(plain(key) in FINISH and isinstance(value, str) and plain(value) in _CUT for key, value in given.items())
+    """Whether a message's finish reason says that it ends where the model did not end it (``length``)."""
+    return any(cut for value in finish_reasons(given).values() for cut in value[-1:])
+
+
+def finish_reasons(given: Mapping[str, Any]) -> dict[str, list[bool]]:
+    """By key, for each reason under it (a text, or a list of texts), whether it says that something was cut off."""
+    found = {}
+    for key, value in given.items():
+        if plain(key) in FINISH and isinstance(value, str | list):
+            reasons = value if isinstance(value, list) else [value]
+            found[key] = [isinstance(reason, str) and plain(reason) in _CUT for reason in reasons]
+    return found
 
 
 def _bit(value: Any) -> bool | None:
