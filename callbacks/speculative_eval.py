@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 
 from dflash_lightning.callbacks.agreement import disagreement
 from dflash_lightning.callbacks.figures import acceptance_figure, histogram_figure
-from dflash_lightning.data import load_prompts, render_prompt
+from dflash_lightning.data import left_out_line, load_prompts, render_prompt
 from dflash_lightning.decoding import DecodeStats, DecodingSettings
 from dflash_lightning.decoding.evaluation import Evaluation, Evaluator
 from dflash_lightning.metric import SpeculativeMetric
@@ -87,7 +87,12 @@ class SpeculativeEval(Callback):
         self._evaluator = None
         rows = load_prompts(self.prompts, limit=self.limit)
         target = pl_module.target
-        self._rendered = [render_prompt(target.tokenizer, row, **self.chat_template_kwargs) for row in rows]
+        self._rendered = [
+            render_prompt(target.tokenizer, row, vocab_size=target.facts.vocab_size, **self.chat_template_kwargs)
+            for row in rows
+        ]
+        if trainer.is_global_zero and (left_out := left_out_line(rows)) is not None:
+            print_line(left_out)
         check_room(
             [len(ids) for ids in self._rendered],
             target.facts.max_positions,

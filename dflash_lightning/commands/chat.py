@@ -41,7 +41,7 @@ def _turn(
     target = answerer.target
     asked = [*messages, {"role": "user", "content": text}]
     try:
-        prompt = render_prompt(target.tokenizer, asked, **chat_template_kwargs)
+        prompt = render_prompt(target.tokenizer, asked, vocab_size=target.facts.vocab_size, **chat_template_kwargs)
     except ValueError as error:
         print(f"[{error}]", file=sys.stderr, flush=True)
         return messages

@@ -59,4 +59,5 @@ def _prompts(args: argparse.Namespace, draft: FoundDraft, target: FrozenTarget) 
     messages: list[Any] = [[{"role": "user", "content": text}] for text in MESSAGES]
     if file is not None:
         messages = list(load_prompts(file, limit=NUM_PROMPTS))
-    return [render_prompt(target.tokenizer, m, **draft.chat_template_kwargs) for m in messages]
+    rows, kwargs = target.facts.vocab_size, draft.chat_template_kwargs
+    return [render_prompt(target.tokenizer, m, vocab_size=rows, **kwargs) for m in messages]

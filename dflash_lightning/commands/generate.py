@@ -14,7 +14,7 @@ from dflash_lightning.commands.chat import FIRST, chat
 from dflash_lightning.commands.drafts import check_device, find_draft, other_target, other_target_line
 from dflash_lightning.commands.ready import open_ready, settings_of
 from dflash_lightning.commands.token_stream import GREEN, PLAIN, TokenStream
-from dflash_lightning.data import load_prompts
+from dflash_lightning.data import Prompt, left_out_line, load_prompts
 from dflash_lightning.decoding.watch import watching
 from dflash_lightning.files import find_file
 from dflash_lightning.run import json_text
@@ -76,19 +76,23 @@ def _prompts(args: argparse.Namespace) -> list[Any]:
     if args.prompt_ids is not None:
         return [args.prompt_ids]
     if args.prompt is not None:
-        return [[{"role": "user", "content": args.prompt}]]
+        return [Prompt([{"role": "user", "content": args.prompt}], where="--prompt")]
     if Path(args.prompts).suffix != ".txt":
-        return list(load_prompts(args.prompts, limit=args.limit))
+        prompts = load_prompts(args.prompts, limit=args.limit)
+        if (left_out := left_out_line(prompts)) is not None:
+            print(left_out, file=sys.stderr, flush=True)
+        return list(prompts)
     lines = find_file(args.prompts, setting="--prompts").read_text(encoding="utf-8").splitlines()
-    texts = [line.strip() for line in lines if line.strip()][: args.limit]
-    if not texts:
+    asked = [(number, line.strip()) for number, line in enumerate(lines, start=1) if line.strip()][: args.limit]
+    if not asked:
         raise ValueError(f"--prompts: {args.prompts} holds no text. Write one prompt a line.")
-    return [[{"role": "user", "content": text}] for text in texts]
+    return [Prompt([{"role": "user", "content": text}], where=f"{args.prompts}:{number}") for number, text in asked]
 
 
 def _first_words(prompt: Any) -> str:
     """The last user turn on one short line."""
-    texts = [str(m["content"]) for m in prompt if m["role"] == "user"] if isinstance(prompt, list) else [str(prompt)]
+    messages = prompt.messages if isinstance(prompt, Prompt) else []
+    texts = [str(m["content"]) for m in messages if m["role"] == "user"]
     words = " ".join(texts[-1].split()) if texts else ""
     return words if len(words) <= 70 else f"{words[:67]}..."
 

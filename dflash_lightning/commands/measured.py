@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dflash_lightning.commands.drafts import FoundDraft
-from dflash_lightning.data import load_prompts
+from dflash_lightning.data import left_out_line, load_prompts
 from dflash_lightning.decoding.evaluation import Evaluation
 from dflash_lightning.decoding.interval import Interval, pooled_tau, tau_interval
 from dflash_lightning.decoding.types import Generation
@@ -22,7 +22,7 @@ class PromptFile:
 
 
 def load_files(paths: list[str], limit: int | None) -> list[PromptFile]:
-    """The prompts of every file, the first ``limit`` of each.
+    """The prompts of every file, the first ``limit`` of each; what their rows leave out is said.
 
     Raises:
         ValueError: a file is given twice, is not there or holds no prompt.
@@ -30,7 +30,11 @@ def load_files(paths: list[str], limit: int | None) -> list[PromptFile]:
     twice = sorted({path for path in paths if paths.count(path) > 1})
     if twice:
         raise ValueError(f"--prompts: {twice[0]} is given twice. Name it once.")
-    return [PromptFile(path, list(load_prompts(path, limit=limit))) for path in paths]
+    files = [PromptFile(path, list(load_prompts(path, limit=limit))) for path in paths]
+    for file in files:
+        if (left_out := left_out_line(file.prompts)) is not None:
+            print(f"{file.path}: {left_out}", flush=True)
+    return files
 
 
 @dataclass

@@ -70,8 +70,8 @@ def _ready(
     Raises:
         ValueError: see ``open_ready``.
     """
-    kwargs = drafts[0].chat_template_kwargs
-    rendered = [p if _is_ids(p) else render_prompt(text.tokenizer, p, **kwargs) for p in prompts]
+    kwargs, rows = drafts[0].chat_template_kwargs, text.vocab_size
+    rendered = [p if _is_ids(p) else render_prompt(text.tokenizer, p, vocab_size=rows, **kwargs) for p in prompts]
     for place, ids in enumerate(rendered):
         if strangers := [i for i in ids if not 0 <= i < text.vocab_size]:
             raise ValueError(

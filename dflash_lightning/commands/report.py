@@ -18,6 +18,7 @@ from dflash_lightning.commands.ready import open_ready, settings_of
 from dflash_lightning.commands.report_decoding import decode_for_report
 from dflash_lightning.commands.report_text import failures, table
 from dflash_lightning.commands.run_figures import REPORT_FILE
+from dflash_lightning.data import Prompt
 from dflash_lightning.data.overlap import ngram_overlap
 from dflash_lightning.data.rows import ChatRow, TextRow, TokenRow
 from dflash_lightning.data.sources import make_sources
@@ -167,7 +168,7 @@ def _minutes(args: argparse.Namespace, folder: RunFolder, earlier: dict[str, Any
 
 
 def _overlap(
-    draft: FoundDraft, target: FrozenTarget, messages: list[list[dict[str, Any]]], outputs: list[list[int]]
+    draft: FoundDraft, target: FrozenTarget, asked: list[Prompt], outputs: list[list[int]]
 ) -> dict[str, Any] | None:
     """Share of word 13-grams, of the prompts and of the target's answers to them, that occur in the training text.
 
@@ -184,7 +185,7 @@ def _overlap(
     except ValueError as error:
         print(f"no overlap with the training text is reported: {error}")
         return None
-    overlap = ngram_overlap([m["content"].split() for row in messages for m in row], reference, n=13)
+    overlap = ngram_overlap([m["content"].split() for prompt in asked for m in prompt.messages], reference, n=13)
     if not overlap.reference_ngrams or not overlap.ngrams:
         return None
     shares = {"n": overlap.n, "ngram_share": overlap.ngram_share, "prompt_share": overlap.sample_share}

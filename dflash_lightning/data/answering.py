@@ -10,9 +10,9 @@ from typing import Any, Literal
 
 from dflash_lightning.data.conversation import ChatRenderer, UnusableRow
 from dflash_lightning.data.draft_trial import TRIAL_ROWS, DraftTrial, run_trial
+from dflash_lightning.data.messages import Message
 from dflash_lightning.data.prompt_script import Failure, Script
 from dflash_lightning.data.row_log import Row
-from dflash_lightning.data.rows import Message
 from dflash_lightning.decoding import Generation, SamplingSpec, SpeculativeDecoder
 from dflash_lightning.model import DraftModel
 from dflash_lightning.target import FrozenTarget
@@ -43,10 +43,12 @@ class Conversation:
         Raises:
             UnusableRow: the template refuses it, or it is longer than ``room``; the conversation is as it was before.
         """
+        if not self.asked:
+            renderer.check_texts(self.script.messages)  # of the turns that come later too
         roles = [message["role"] for message in self.script.messages]
         upto = roles.index("user", self.asked) + 1
         messages = [*self.messages, *self.script.messages[self.asked : upto]]
-        prompt = renderer.encode_prompt(messages, self.script.tools)
+        prompt = renderer.with_settings(self.script.chat_template_kwargs).encode_prompt(messages, self.script.tools)
         if len(prompt) > room:
             raise UnusableRow(
                 f"a prompt of {len(prompt)} tokens does not fit into the {max(room, 0)} that leave room for an answer"
@@ -88,6 +90,7 @@ class Conversation:
             "row": self.script.row,
             "messages": self.messages,
             **({} if self.script.tools is None else {"tools": self.script.tools}),
+            **({"chat_template_kwargs": settings} if (settings := self.script.chat_template_kwargs) else {}),
             "finish": self.finish,
             "input_ids": self.input_ids,
             "loss_mask": self.loss_mask,

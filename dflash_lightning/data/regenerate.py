@@ -117,7 +117,12 @@ def regenerate(
             raise ValueError(f"regenerate.{name}: {value} is not positive. Use 1 or more.")
     prompts, out = find_file(prompts_path, setting="prompts"), Path(out_path)
     sampling = SamplingSpec(temperature, top_k, top_p, seed)
-    renderer = ChatRenderer(target.tokenizer, stop_ids=target.stop_ids, chat_template_kwargs=chat_template_kwargs)
+    renderer = ChatRenderer(
+        target.tokenizer,
+        stop_ids=target.stop_ids,
+        chat_template_kwargs=chat_template_kwargs,
+        vocab_size=target.facts.vocab_size,
+    )
     scripts, failures = read_scripts(prompts, limit)
     header = _header(prompts, limit, target, renderer, sampling, max_new_tokens)
     with RowLog(out) as log:
