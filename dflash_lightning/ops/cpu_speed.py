@@ -1,4 +1,4 @@
-"""Whether this CPU computes in bfloat16, measured: processors without such arithmetic imitate it, up to 60 times slower."""
+"""Whether this CPU computes in bfloat16, measured: processors that lack it imitate it, up to 60 times slower."""
 
 from __future__ import annotations
 
