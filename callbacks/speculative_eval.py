@@ -136,7 +136,7 @@ class SpeculativeEval(Callback):
         figures = evaluation.figures()
         self.history.append({"step": float(trainer.global_step), **figures})
         self._log(trainer, pl_module, evaluation, figures)
-        warning = disagreement(*pl_module.take_first_slot(), evaluation.stats)
+        warning = disagreement(*pl_module.step_log.take_first_slot(), evaluation.stats)
         if trainer.is_global_zero:
             print(evaluation.table(f"decoding, {title}"), flush=True)
             if warning is not None and not self._has_warned:
@@ -144,7 +144,9 @@ class SpeculativeEval(Callback):
                 self._has_warned = True
         for checkpoint in trainer.checkpoint_callbacks:  # decoding is the validation of a drafter
             checkpoint.on_validation_end(trainer, pl_module)
-        self.seconds += time.monotonic() - begin
+        seconds = time.monotonic() - begin
+        self.seconds += seconds
+        pl_module.step_log.throughput.leave_out(seconds)
 
     def _evaluate(self, trainer: Trainer, module: DraftModule) -> Evaluation:
         if self._evaluator is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
-from torch import Tensor
+from torch import Tensor, nn
 
 from dflash_lightning.block import BlockConstructor
 from dflash_lightning.conditioning import Conditioning
@@ -28,39 +28,12 @@ from dflash_lightning.head import DraftHead
 from dflash_lightning.loss import LossTerm
 from dflash_lightning.model import DraftModel
 from dflash_lightning.model_start import DraftPlan
-from dflash_lightning.ops.lm_head import Argmax, LanguageHead, View
-from dflash_lightning.schedule import warmup_cosine
+from dflash_lightning.module_guard import ADVICE, Diverged, ScaleGuard, StepGuard, StepRecord
+from dflash_lightning.module_log import StepLog
+from dflash_lightning.module_optim import LengthChange, OptimSettings, gradients, length_change, set_rates
+from dflash_lightning.ops.lm_head import Argmax, LanguageHead
 from dflash_lightning.target import FrozenTarget
-from dflash_lightning.types import BlockLayout, FeatureSpec, SlotTotals, StepContext, TrainBatch
-
-
-@dataclass(frozen=True)
-class OptimSettings:
-    """AdamW with linear warm-up and a half cosine; every length is counted in optimizer steps.
-
-    ``warmup_steps`` wins over ``warmup_fraction`` (of all optimizer steps) when it is given.
-    """
-
-    lr: float
-    betas: tuple[float, float] = (0.9, 0.999)
-    weight_decay: float = 0.0
-    warmup_fraction: float = 0.04
-    warmup_steps: int | None = None
-    final_fraction: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not self.lr > 0:
-            raise ValueError(f"optim.lr: {self.lr} does not move the weights. Use a positive number, such as 6e-4.")
-        if not 0 <= self.warmup_fraction < 1:
-            raise ValueError(
-                f"optim.warmup_fraction: {self.warmup_fraction} is not a share of the run. Use 0 <= fraction < 1, "
-                "or set optim.warmup_steps to count optimizer steps."
-            )
-
-    def factor(self, step: int, total_steps: int) -> float:
-        """Learning-rate factor of optimizer step ``step`` (0-based) of ``total_steps``."""
-        warmup = self.warmup_steps if self.warmup_steps is not None else math.ceil(self.warmup_fraction * total_steps)
-        return warmup_cosine(step, warmup_steps=warmup, total_steps=total_steps, final_fraction=self.final_fraction)
+from dflash_lightning.types import FeatureSpec, SlotTotals, StepContext, TrainBatch
 
 
 class DraftModule(LightningModule):
@@ -104,9 +77,14 @@ class DraftModule(LightningModule):
         self.optim = optim
         self.model: DraftModel | None = None
         self._totals: tuple[tuple[int, int], SlotTotals] | None = None
-        self._sums: dict[str, Tensor] = {}
-        self._first_slot: Tensor | None = None
         self._initial: dict[str, int] = {}
+        self.step_log = StepLog()
+        self._window_samples: list[Tensor] = []
+        self._guard: StepGuard | None = None
+        self._norm: Tensor | None = None
+        # Of the checkpoint that is resumed: the scheduler's state, and whether the run's length had changed before.
+        self._resumed: tuple[dict[str, Any], LengthChange | None] | None = None
+        self._change: LengthChange | None = None
 
     # -- building -----------------------------------------------------------------------------------------------------
 
@@ -167,7 +145,19 @@ class DraftModule(LightningModule):
         self.target.to(self.device)
         self._lm = self.draft_model.head_of(self.target.lm)
         self._initial = _checksums(self.draft_model)
-        self._totals, self._sums, self._first_slot = None, {}, None
+        self._totals, self._window_samples = None, []
+        self._guard = self._make_guard()
+
+    def _make_guard(self) -> StepGuard:
+        named = {name: p for name, p in self.draft_model.named_parameters() if p.requires_grad}
+        if self._scaled:
+            return ScaleGuard(list(named), list(named.values()))
+        return StepGuard(list(named), list(named.values()), late=self.device.type == "cuda")
+
+    @property
+    def _scaled(self) -> bool:
+        """Whether gradients are scaled against underflow (float16)."""
+        return getattr(self.trainer.precision_plugin, "scaler", None) is not None
 
     def _check_trainer(self) -> None:
         """Refuse what would train silently worse, or not at all."""
@@ -187,6 +177,8 @@ class DraftModule(LightningModule):
         for optimizer in self.trainer.optimizers:
             moments = [v for state in optimizer.state.values() for k, v in state.items() if k != "step"]
             assert all(v.dtype == torch.float32 for v in moments), "optimizer state was restored in half precision"
+        set_rates(config.scheduler for config in self.trainer.lr_scheduler_configs)
+        self.step_log = StepLog()
 
     def training_step(self, batch: TrainBatch, batch_idx: int) -> Float[Tensor, ""]:
         layout, context = batch.layout, self._step_context()
@@ -209,10 +201,14 @@ class DraftModule(LightningModule):
             denominator = term.denominator(totals, shift)
             share = term.numerator(views, layout, features, context) / torch.where(denominator > 0, denominator, 1.0)
             loss = loss + term.coef(context) * share
-            self._add(f"train/loss/{name}", share)
-        self._add("train/loss", loss)
+            self.step_log.add(f"train/loss/{name}", share)
+        self.step_log.add("train/loss", loss)
+        self.step_log.add("tokens", (batch.doc_ids >= 0).sum().float())
+        self._window_samples.append(batch.sample_ids)
         if self._metrics_due():
-            self._count_correct(views["main"], layout)
+            self.step_log.count_correct(views["main"], layout)
+        if self._guard is not None:
+            self._guard.settle()
         return loss * undo
 
     def _step_context(self) -> StepContext:
@@ -238,63 +234,78 @@ class DraftModule(LightningModule):
         period = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
         return period > 0 and (self.global_step + 1) % period == 0
 
-    def _add(self, name: str, value: Tensor) -> None:
-        value = value.detach()
-        self._sums[name] = self._sums[name] + value if name in self._sums else value
-
-    @torch.no_grad()
-    def _count_correct(self, view: View, layout: BlockLayout) -> None:
-        (guess,) = view.scalars(Argmax())
-        self._add("correct", ((guess == layout.labels) & layout.scored).sum((0, 1)).float())
-        self._add("scored", layout.scored.sum((0, 1)).float())
-
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Log the finished accumulation window: sums over micro-batches and ranks, so no split changes a number."""
-        names = sorted(self._sums)
-        sizes = [self._sums[name].numel() for name in names]
-        vector = self._sum_over_ranks(torch.cat([self._sums[name].flatten() for name in names]))
-        reduced = dict(zip(names, vector.split(sizes), strict=True))
-        self._sums = {}
-        correct, scored = reduced.pop("correct", None), reduced.pop("scored", None)
-        for name, value in reduced.items():
-            self.log(name, value.squeeze(), prog_bar=name == "train/loss", batch_size=1)
-        if correct is None or scored is None:
-            return
-        self.log("train/accuracy", correct.sum() / scored.sum().clamp(min=1), prog_bar=True, batch_size=1)
-        first = self.draft_model.alignment.first_slot
-        for slot in range(first, len(correct)):
-            value = correct[slot] / scored[slot].clamp(min=1)
-            self.log(f"train/accuracy/slot_{slot - first + 1}", value, batch_size=1)
-        pair = torch.stack([correct[first], scored[first]])
-        self._first_slot = pair if self._first_slot is None else self._first_slot + pair
+        """Log the finished accumulation window: sums over micro-batches and ranks, so no split changes a number.
 
-    def take_first_slot(self) -> tuple[int, int]:
-        """First drafts that were right, and all of them, in the logged steps since the last call, over all ranks."""
-        right, counted = (0, 0) if self._first_slot is None else self._first_slot.tolist()
-        self._first_slot = None
-        return int(right), int(counted)
+        The gradients' norm is computed once, here: for the log, for the check and for clipping.
+
+        Raises:
+            Diverged: loss or gradients are not finite.
+        """
+        reduced = self.step_log.reduce(self._sum_over_ranks)
+        self._norm = nn.utils.get_total_norm(gradients(optimizer))
+        samples, self._window_samples = self._window_samples, []
+        rate = optimizer.param_groups[0]["lr"]
+        if self._guard is not None:
+            loss = reduced["train/loss"].squeeze()
+            record = StepRecord(self.global_step + 1, self.current_epoch, rate, loss, self._norm, samples)
+            self._guard.judge(record, optimizer)
+        shown = ("train/loss", "train/accuracy")
+        first = self.draft_model.alignment.first_slot
+        for name, value in self.step_log.figures(reduced, self._norm, rate, first).items():
+            self.log(name, value, prog_bar=name in shown, batch_size=1)
 
     # -- optimizer and checkpoints ------------------------------------------------------------------------------------
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: int | float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip with the norm that is known already.
+
+        Lightning's own way refuses every fused optimizer under mixed precision, because with a scaler (float16) it
+        would see scaled gradients. bfloat16 has none, and float16 gets an optimizer that is not fused.
+        """
+        if not gradient_clip_val:
+            return
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if gradient_clip_algorithm == "value":
+            nn.utils.clip_grad_value_(parameters, float(gradient_clip_val))
+        else:
+            assert self._norm is not None
+            nn.utils.clip_grads_with_norm_(parameters, float(gradient_clip_val), self._norm)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         total = self.trainer.estimated_stepping_batches
         if math.isinf(total):
             raise ValueError("trainer: the number of steps is unbounded. Set trainer.max_epochs or trainer.max_steps.")
-        optim = self.optim
+        self._change = None
+        if self._resumed is not None:
+            self._change = length_change(self.optim, int(total), *self._resumed)
+        optim, change = self.optim, self._change
         parameters = [p for p in self.draft_model.parameters() if p.requires_grad]
-        optimizer = torch.optim.AdamW(
-            parameters,
-            lr=optim.lr,
-            betas=optim.betas,
-            weight_decay=optim.weight_decay,
-            fused=True,  # 3x faster on a CPU
-        )
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: optim.factor(step, int(total)))
+        optimizer = optim.make_optimizer(parameters, scaled=self._scaled)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: optim.factor(step, int(total), change))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add what remakes the drafter without the recipe; plain types only, so ``weights_only=True`` loads it."""
+        """Add what remakes the drafter without the recipe; plain types only, so ``weights_only=True`` loads it.
+
+        Raises:
+            Diverged: the weights are not finite, or the last step was a bad one: a good checkpoint is not replaced.
+        """
+        if self._guard is not None:
+            self._guard.settle()
+        if broken := self.broken_parameters():
+            raise Diverged(
+                f"the run diverged at optimizer step {self.global_step}: {len(broken)} of "
+                f"{len(list(self.draft_model.parameters()))} parameters hold NaN or infinity ({broken[0]} is the "
+                f"first), so nothing is saved over the earlier checkpoint.\n{ADVICE}"
+            )
         checkpoint["draft_config"] = self.draft_model.config.to_dict()
+        checkpoint["length_change"] = None if self._change is None else asdict(self._change)
         checkpoint["optim"] = {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self.optim).items()}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -309,6 +320,9 @@ class DraftModule(LightningModule):
                 f"The checkpoint's drafter is not the one this recipe builds ({lines}). "
                 "Resume with the recipe and data it was trained with, or start anew with --fresh."
             )
+        if checkpoint.get("lr_schedulers"):
+            change = checkpoint.get("length_change")
+            self._resumed = (checkpoint["lr_schedulers"][0], None if change is None else LengthChange(**change))
 
     def broken_parameters(self) -> list[str]:
         """Names of the drafter's parameter tensors that hold a NaN or an infinity: the run has diverged."""

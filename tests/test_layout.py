@@ -74,7 +74,7 @@ def _part(path: Path) -> str:
 
 def _family(name: str) -> str:
     """A part that outgrew its file: ``recipe_check`` belongs to ``recipe``, ``model_files`` to ``model``."""
-    return next((part for part in ("recipe", "model") if name.startswith(f"{part}_")), name)
+    return next((part for part in ("recipe", "model", "module", "run") if name.startswith(f"{part}_")), name)
 
 
 def _imports(node: ast.AST) -> list[tuple[int, str]]:
