@@ -63,7 +63,7 @@ def _complain(message: str, status: int) -> int:
 def _fit(args: argparse.Namespace) -> int:
     from dflash_lightning.commands.fit import fit
 
-    return fit(args.recipe, args.overrides, fresh=args.fresh)
+    return fit(args.recipe, args.overrides, fresh=args.fresh, extend=args.extend, dry_run=args.dry_run)
 
 
 def _evaluate(args: argparse.Namespace) -> int:

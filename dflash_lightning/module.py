@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float
 from lightning.pytorch import LightningModule
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
@@ -28,12 +27,12 @@ from dflash_lightning.head import DraftHead
 from dflash_lightning.loss import LossTerm
 from dflash_lightning.model import DraftModel
 from dflash_lightning.model_start import DraftPlan
-from dflash_lightning.module_guard import ADVICE, Diverged, ScaleGuard, StepGuard, StepRecord
+from dflash_lightning.module_guard import ADVICE, Diverged, ScaleGuard, StepGuard, StepRecord, check_trainer
 from dflash_lightning.module_log import StepLog
 from dflash_lightning.module_optim import LengthChange, OptimSettings, gradients, length_change, set_rates
-from dflash_lightning.ops.lm_head import Argmax, LanguageHead
+from dflash_lightning.ops.lm_head import Argmax, LanguageHead, View
 from dflash_lightning.target import FrozenTarget
-from dflash_lightning.types import FeatureSpec, SlotTotals, StepContext, TrainBatch
+from dflash_lightning.types import FeatureSpec, SlotTotals, StepContext, TargetFeatures, TrainBatch
 
 
 class DraftModule(LightningModule):
@@ -90,18 +89,17 @@ class DraftModule(LightningModule):
 
     def configure_model(self) -> None:
         """Build the drafter for the target and the data; does nothing when it is built already."""
+        self.prepare(self.trainer.datamodule if self._trainer is not None else None)  # type: ignore[attr-defined]
+
+    def prepare(self, data: Any | None) -> None:
+        """What ``configure_model`` does, for ``data`` (a ``DraftData`` or null); needs no trainer."""
         if self.model is None:
-            self.model = self.plan.make(self.target, self._used_ids())
+            self.model = self.plan.make(self.target, set() if data is None else data.used_ids())
         self._lm: LanguageHead = self.model.head_of(self.target.lm)
-        data = self.trainer.datamodule if self._trainer is not None else None  # type: ignore[attr-defined]
         if data is not None:
             self.model.config.chat_template_kwargs = dict(data.chat_template_kwargs)
             self._check_labels(data.summary.labels)
             data.bind(self.block, self.model.alignment, self.required(), self._vocabulary_mask())
-
-    def _used_ids(self) -> set[int]:
-        data = self.trainer.datamodule if self._trainer is not None else None  # type: ignore[attr-defined]
-        return data.used_ids() if data is not None else set()
 
     def _check_labels(self, labels: str) -> None:
         """Refuse greedy responses where a loss term needs the target's own draws; warn where nobody knows."""
@@ -141,7 +139,7 @@ class DraftModule(LightningModule):
     # -- training -----------------------------------------------------------------------------------------------------
 
     def on_fit_start(self) -> None:
-        self._check_trainer()
+        check_trainer(self.trainer, self.draft_model)
         self.target.to(self.device)
         self._lm = self.draft_model.head_of(self.target.lm)
         self._initial = _checksums(self.draft_model)
@@ -159,20 +157,6 @@ class DraftModule(LightningModule):
         """Whether gradients are scaled against underflow (float16)."""
         return getattr(self.trainer.precision_plugin, "scaler", None) is not None
 
-    def _check_trainer(self) -> None:
-        """Refuse what would train silently worse, or not at all."""
-        strategy = self.trainer.strategy
-        if not isinstance(strategy, (SingleDeviceStrategy, DDPStrategy)):
-            raise ValueError(
-                f"trainer.strategy: {type(strategy).__name__} is not supported: it shards or rewrites parameters that "
-                "are read by name here. A drafter is small: use one device or trainer.strategy=ddp."
-            )
-        if any(p.dtype != torch.float32 for p in self.draft_model.parameters()):
-            raise ValueError(
-                f"trainer.precision: {self.trainer.precision} keeps the drafter's weights in half precision, where "
-                "small updates are lost (norm weights would stay exactly 1). Use bf16-mixed or 32-true."
-            )
-
     def on_train_start(self) -> None:
         for optimizer in self.trainer.optimizers:
             moments = [v for state in optimizer.state.values() for k, v in state.items() if k != "step"]
@@ -181,35 +165,49 @@ class DraftModule(LightningModule):
         self.step_log = StepLog()
 
     def training_step(self, batch: TrainBatch, batch_idx: int) -> Float[Tensor, ""]:
-        layout, context = batch.layout, self._step_context()
-        features = batch.features
+        views, features = self.views(batch)
+        if self._metrics_due():
+            views["main"].plan(Argmax())  # answered in the same pass as the losses
+        shares = self.loss_shares(batch, views, features, self._step_context(), self._window_totals(batch))
+        for name, (_, share) in shares.items():
+            self.step_log.add(f"train/loss/{name}", share)
+        loss = torch.stack([coef * share for coef, share in shares.values()]).sum()
+        self.step_log.add("train/loss", loss)
+        self.step_log.add("tokens", (batch.doc_ids >= 0).sum().float())
+        self._window_samples.append(batch.sample_ids)
+        if self._metrics_due():
+            self.step_log.count_correct(views["main"], batch.layout)
+        if self._guard is not None:
+            self._guard.settle()
+        # DDP averages gradients over ranks and Lightning divides by the accumulation: undo both, the totals cover them.
+        return loss * (self.trainer.world_size * self.trainer.accumulate_grad_batches)
+
+    def views(self, batch: TrainBatch) -> tuple[dict[str, View], TargetFeatures]:
+        """What the losses ask about, and the target's features; they are made here where the batch has none."""
+        layout, features = batch.layout, batch.features
         if features is None:
             features = self.target.features(batch.input_ids, batch.position_ids, self.required(), packed=batch.packed)
         hidden = self.draft_model.block_hidden(
             self.target.embed(layout.input_ids), layout, features, batch.position_ids
         )
-        views = self.draft_model.views(hidden, layout, self._lm)
-        if self._metrics_due():
-            views["main"].plan(Argmax())  # answered in the same pass as the losses
+        return self.draft_model.views(hidden, layout, self._lm), features
 
-        totals = self._window_totals(batch)
+    def loss_shares(
+        self,
+        batch: TrainBatch,
+        views: dict[str, View],
+        features: TargetFeatures,
+        context: StepContext,
+        totals: SlotTotals,
+    ) -> dict[str, tuple[float, Float[Tensor, ""]]]:
+        """Coefficient of every loss term, and this micro-batch's share of the term of a window with ``totals``."""
         shift = self.draft_model.alignment.shift
-        # DDP averages gradients over ranks and Lightning divides by the accumulation: undo both, the totals cover them.
-        undo = self.trainer.world_size * self.trainer.accumulate_grad_batches
-        loss = hidden.new_zeros((), dtype=torch.float32)
+        shares = {}
         for name, term in self.terms.items():
             denominator = term.denominator(totals, shift)
-            share = term.numerator(views, layout, features, context) / torch.where(denominator > 0, denominator, 1.0)
-            loss = loss + term.coef(context) * share
-            self.step_log.add(f"train/loss/{name}", share)
-        self.step_log.add("train/loss", loss)
-        self.step_log.add("tokens", (batch.doc_ids >= 0).sum().float())
-        self._window_samples.append(batch.sample_ids)
-        if self._metrics_due():
-            self.step_log.count_correct(views["main"], layout)
-        if self._guard is not None:
-            self._guard.settle()
-        return loss * undo
+            numerator = term.numerator(views, batch.layout, features, context)
+            shares[name] = (term.coef(context), numerator / torch.where(denominator > 0, denominator, 1.0))
+        return shares
 
     def _step_context(self) -> StepContext:
         return StepContext(self.global_step, int(self.trainer.estimated_stepping_batches), self.current_epoch)

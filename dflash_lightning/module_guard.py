@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Float
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
 
 _SHOWN_DOCUMENTS = 8
@@ -143,3 +145,21 @@ class ScaleGuard(StepGuard):
         self.overflows = self.overflows + 1 if bool(record.bad) else 0
         if not bool(torch.isfinite(record.loss)) or self.overflows >= self.PATIENCE:
             raise self._error(record)
+
+
+def check_trainer(trainer: Trainer, model: nn.Module) -> None:
+    """Refuse a trainer with which ``model`` would train silently worse, or not at all.
+
+    Raises:
+        ValueError: its strategy shards parameters, or its precision keeps them in half precision.
+    """
+    if not isinstance(trainer.strategy, (SingleDeviceStrategy, DDPStrategy)):
+        raise ValueError(
+            f"trainer.strategy: {type(trainer.strategy).__name__} is not supported: it shards or rewrites parameters "
+            "that are read by name here. A drafter is small: use one device or trainer.strategy=ddp."
+        )
+    if any(p.dtype != torch.float32 for p in model.parameters()):
+        raise ValueError(
+            f"trainer.precision: {trainer.precision} keeps the drafter's weights in half precision, where "
+            "small updates are lost (norm weights would stay exactly 1). Use bf16-mixed or 32-true."
+        )

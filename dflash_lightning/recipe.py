@@ -14,6 +14,7 @@ from dflash_lightning.recipe_check import Suggested, data_files, list_faults
 from dflash_lightning.recipe_faults import Fault, RecipeError
 from dflash_lightning.recipe_load import load_recipe, recipe_text
 from dflash_lightning.recipe_make import make
+from dflash_lightning.recipe_precision import settle_precision
 from dflash_lightning.target import FrozenTarget
 
 __all__ = [
@@ -77,8 +78,9 @@ def build_recipe(cfg: DictConfig) -> Parts:
 def _make_trainer(tree: dict[str, Any]) -> Trainer:
     callbacks = list(make(tree["callbacks"]).values())
     try:
-        return make(tree["trainer"], callbacks=callbacks)
-    except (MisconfigurationException, ValueError, TypeError) as error:  # TypeError: devices that are none
+        return make(settle_precision(tree["trainer"]), callbacks=callbacks)
+    # TypeError: devices that are none; ModuleNotFoundError: a logger whose package is not installed
+    except (MisconfigurationException, ValueError, TypeError, ModuleNotFoundError) as error:
         do = "See the trainer options (dflash recipes), or set the trainer's arguments one by one"
         raise RecipeError([Fault("trainer", str(error).rstrip("."), do)], f"recipe {tree['name']!r}") from error
 

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,10 @@ class Suggested:
     num_layers: int
     max_length: int
     decay: float
+
+
+# A recipe written before there was such a group, or one whose trainer names its logger itself, has none.
+_OPTIONAL = {"logger"}
 
 
 class _Unknown:
@@ -92,12 +97,12 @@ def _plain_value(node: Any, key: Any, where: str, faults: list[Fault]) -> Any:
 
 def _check_tree(tree: dict[str, Any]) -> Iterator[Fault]:
     hints = hints_of(DraftModule)
-    groups = {"data": LightningDataModule, "trainer": Trainer, "target": Any, "decoding": Any}
+    groups = {"data": LightningDataModule, "trainer": Trainer, "target": Any, "decoding": Any, "logger": Any}
     settings = {name: hints[name] for name in inspect.signature(DraftModule).parameters if name != "target"}
     known = {"name": str, "run_dir": str, "callbacks": dict, **groups, **settings}
     for key in tree.keys() - known.keys():
         yield Fault(key, "unknown key", hint_for(key, known))
-    for key in known.keys() - tree.keys():
+    for key in known.keys() - tree.keys() - _OPTIONAL:
         yield Fault(key, "missing", "Derive the recipe from a shipped one (defaults: [dflash, _self_]), or add it")
     for key, hint in known.items():
         if key in ("loss", "callbacks"):
@@ -109,6 +114,7 @@ def _check_tree(tree: dict[str, Any]) -> Iterator[Fault]:
     yield from _check_suggested(tree.get("target"))
     yield from _check_monitors(tree.get("callbacks"))
     yield from range_faults(tree)
+    yield from _check_logger(tree.get("logger"))
     yield from _check_files(tree)
 
 
@@ -233,6 +239,13 @@ def _check_monitors(callbacks: Any) -> Iterator[Fault]:
                     yield Fault(f"{where}.{key}", stale, "Remove it: every evaluation saves if it is the best")
             if node.get("save_on_train_epoch_end") is not False:
                 yield Fault(f"{where}.save_on_train_epoch_end", stale, "Set it to false: every evaluation saves then")
+
+
+def _check_logger(logger: Any) -> Iterator[Fault]:
+    """A logger whose package is missing; its class would say so only when it is made."""
+    path = str(logger.get("_target_")) if isinstance(logger, dict) else ""
+    if path.endswith("WandbLogger") and find_spec("wandb") is None:
+        yield Fault("logger", "the Python package wandb is not installed", "Run: pip install wandb; or use logger=csv")
 
 
 def _check_suggested(target: Any) -> Iterator[Fault]:

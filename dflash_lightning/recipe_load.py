@@ -23,6 +23,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from dflash_lightning.recipe_faults import Fault, RecipeError, hint_for
+from dflash_lightning.recipe_unchosen import drop_unchosen
 
 _PRIMARY = "dflash_lightning_primary_recipe"  # no configuration of Hydra or of a plugin has this name
 RECIPE_FILE = "recipe.yaml"  # the resolved recipe's name in a run folder
@@ -86,6 +87,7 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> DictConfig:
             [Fault(str(file), text, "See `dflash recipes` for recipes and options")], name_or_path
         ) from error
     OmegaConf.set_struct(cfg, False)
+    drop_unchosen(cfg, overrides)
     if "name" not in cfg or OmegaConf.is_missing(cfg, "name"):
         cfg.name = file.stem
     return cfg

@@ -1,4 +1,4 @@
-"""Settings of the right type that still cannot run: numbers out of range, and a precision the optimizer cannot follow.
+"""Settings of the right type that still cannot run: numbers out of range.
 
 Their own classes say so late (after the weights are loaded, at the first step) or as a traceback.
 """
@@ -11,8 +11,6 @@ from typing import Any, TypeGuard
 from dflash_lightning.recipe_faults import Fault
 
 MAX_SEED = 2**32 - 1  # numpy's generator takes no more
-# Lightning's names of float16 compute with a gradient scaler.
-_FLOAT16_MIXED = (16, "16", "16-mixed")
 
 
 def range_faults(tree: dict[str, Any]) -> Iterator[Fault]:
@@ -27,11 +25,6 @@ def range_faults(tree: dict[str, Any]) -> Iterator[Fault]:
     for name, node in callbacks.items():
         if isinstance(node, dict) and str(node.get("_target_")).endswith("SpeculativeEval"):
             yield from _below_one(callbacks, name, "limit", "null uses all prompts", prefix="callbacks.")
-    trainer = tree.get("trainer")
-    precision = trainer.get("precision") if isinstance(trainer, dict) else None
-    if isinstance(precision, int | str) and precision in _FLOAT16_MIXED:
-        what = f"{precision!r} scales gradients, and the fused AdamW cannot clip gradients that are scaled"
-        yield Fault("trainer.precision", what, "Use bf16-mixed or 32-true")
 
 
 def _below_one(tree: dict[str, Any], part: str, key: str, note: str, prefix: str = "") -> Iterator[Fault]:
