@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from lightning.pytorch.utilities.seed import isolate_rng
 
 from dflash_lightning.callbacks.agreement import disagreement
 from dflash_lightning.callbacks.figures import acceptance_figure, histogram_figure
+from dflash_lightning.callbacks.samples import log_samples
+from dflash_lightning.callbacks.stopping import may_end_at_once
 from dflash_lightning.data import left_out_line, load_prompts, render_prompt
 from dflash_lightning.decoding import DecodeStats, DecodingSettings
 from dflash_lightning.decoding.evaluation import Evaluation, Evaluator
@@ -75,6 +78,21 @@ class SpeculativeEval(Callback):
         self._has_warned = False
         self._evaluator: Evaluator | None = None
         self._rendered: list[list[int]] = []
+
+    @property
+    def saves_epochs(self) -> bool:
+        """Whether ``last.ckpt`` is written at the end of every epoch."""
+        return self.every_n_steps is None
+
+    @property
+    def num_prompts(self) -> int:
+        """Prompts of every evaluation."""
+        return len(load_prompts(self.prompts, limit=self.limit))
+
+    def count(self, steps: int, steps_per_epoch: int) -> int:
+        """How many evaluations a run of ``steps`` optimizer steps has, that before training included."""
+        period = self.every_n_steps or max(1, steps_per_epoch)
+        return 1 + math.ceil(steps / period)
 
     # -- when ---------------------------------------------------------------------------------------------------------
 
@@ -147,12 +165,12 @@ class SpeculativeEval(Callback):
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         begin = time.monotonic()
-        with isolate_rng():
+        with isolate_rng(), may_end_at_once(trainer):
             evaluation = _reduce(self._evaluate(trainer, pl_module, f"decoding, {title}"), pl_module.device)
         figures = evaluation.figures()
         self.history.append({"step": float(trainer.global_step), **figures})
         self._log(trainer, pl_module, evaluation, figures)
-        warning = disagreement(*pl_module.take_first_slot(), evaluation.stats)
+        warning = disagreement(*pl_module.step_log.take_first_slot(), evaluation.stats)
         if trainer.is_global_zero:
             print_line(evaluation.table(f"decoding, {title}"))
             if warning is not None and not self._has_warned:
@@ -160,7 +178,9 @@ class SpeculativeEval(Callback):
                 self._has_warned = True
         for checkpoint in trainer.checkpoint_callbacks:  # decoding is the validation of a drafter
             checkpoint.on_validation_end(trainer, pl_module)
-        self.seconds += time.monotonic() - begin
+        seconds = time.monotonic() - begin
+        self.seconds += seconds
+        pl_module.step_log.throughput.leave_out(seconds)
 
     def _evaluate(self, trainer: Trainer, module: DraftModule, title: str) -> Evaluation:
         if self._evaluator is None:
@@ -181,8 +201,11 @@ class SpeculativeEval(Callback):
         for name, value in figures.items():
             # The same on every rank already: they were made from reduced sums.
             trainer.callback_metrics[name] = torch.tensor(value)
+        prompts = [self._rendered[i] for i in range(trainer.global_rank, len(self._rendered), trainer.world_size)]
         for logger in trainer.loggers:
             logger.log_metrics(figures, step=trainer.global_step)
+            if trainer.is_global_zero:
+                log_samples(logger, module.target.tokenizer, prompts, evaluation.outputs, trainer.global_step)
             if isinstance(logger, TensorBoardLogger) and trainer.is_global_zero and evaluation.stats.rounds:
                 writer, step = logger.experiment, trainer.global_step
                 writer.add_figure("decode/accepted_drafts", histogram_figure(evaluation.stats), step)

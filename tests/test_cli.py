@@ -371,7 +371,7 @@ def test_a_second_fit_in_the_same_folder_is_refused_and_changes_nothing(
             assert main(["fit", *SMOKE, "run_dir=runs/taken", *more]) == 2
             assert "another dflash fit is writing runs/taken now" in capsys.readouterr().err
         assert not (here / "runs" / "taken").exists()
-        monkeypatch.setattr(fit_module, "_fit", lambda *args: 17)
+        monkeypatch.setattr(fit_module, "_fit", lambda *args, **settings: 17)
         monkeypatch.setattr(rank_zero_only, "rank", 1)
         assert main(["fit", *SMOKE, "run_dir=runs/taken"]) == 17
 
@@ -464,11 +464,11 @@ def test_run_that_diverged_fails_and_says_what_to_try(
 ) -> None:
     step = DraftModule.training_step
     monkeypatch.setattr(DraftModule, "training_step", lambda self, *rest: step(self, *rest) * float("nan"))
-    arguments = ["fit", *SMOKE, "run_dir=runs/nan", "~callbacks.speculative_eval", "callbacks=[checkpoint_last]"]
+    arguments = ["fit", *SMOKE, "run_dir=runs/nan", "callbacks=[checkpoint_last]"]
     arguments = [a for a in arguments if "prompts" not in a]
     assert main(arguments) == 1
     error = capsys.readouterr().err
-    assert "the run diverged" in error and "optim.lr" in error
+    assert "training stopped at optimizer step 1" in error and "optim.lr" in error and "there is none yet" in error
     assert not json.loads(Path("runs/nan/run.json").read_text())["finished"]
 
 
@@ -501,7 +501,8 @@ def test_two_processes_make_one_run_however_they_are_started(here: Path) -> None
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
     def fit(name: str, *launcher: str) -> str:
-        arguments = [*SMOKE, f"run_dir=runs/{name}", "trainer.devices=2", "+trainer.strategy=ddp"]
+        option = ["trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2", "trainer.max_epochs=2"]
+        arguments = [*SMOKE, *option, f"run_dir=runs/{name}", "trainer.enable_progress_bar=false"]
         command = [sys.executable, *launcher, "-m", "dflash_lightning", "fit", *arguments]
         run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
         assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-4000:]

@@ -86,14 +86,29 @@ def _add_fit(commands: _Commands) -> None:
 Train a drafter. Everything goes to the run folder, runs/RECIPE unless run_dir=FOLDER is given: the resolved recipe,
 versions, checkpoints (last and best by tokens per round) and TensorBoard logs.
 
-The same command again resumes an interrupted run, and does nothing for a finished one.
+The same command again resumes an interrupted run, and does nothing for a finished one. Ctrl-C, SIGTERM and
+trainer.max_time save before they end it. The exit status is 130 for a run that was cut, 1 for one that failed.
 
   dflash fit quickstart
+  dflash fit quickstart --dry-run
   dflash fit dflash target=qwen3_8b data.train=train.jsonl callbacks.speculative_eval.prompts=held_out.jsonl
-  dflash fit mine.yaml optim.lr=1e-3 run_dir=runs/higher_lr"""
+  dflash fit mine.yaml optim.lr=1e-3 run_dir=runs/higher_lr
+  dflash fit runs/mine --extend trainer.max_epochs=12"""
     parser = _add(commands, "fit", "train a drafter", text)
     _add_recipe_arguments(parser)
     parser.add_argument("--fresh", action="store_true", help="start anew; an earlier run is kept as FOLDER.old-N")
+    parser.add_argument(
+        "--extend",
+        action="append",
+        default=[],
+        metavar="KEY=N",
+        help="make a run longer, a finished one too: trainer.max_epochs=N or trainer.max_steps=N, in all",
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="load everything, measure one step, print sizes and the minutes to expect; writes nothing",
+    )
 
 
 def _add_target_arguments(parser: argparse.ArgumentParser) -> None:

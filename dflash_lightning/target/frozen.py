@@ -181,7 +181,8 @@ class FrozenTarget:
         the result is made of normal tensors even under ``inference_mode``.
 
         Raises:
-            ValueError: the spec asks for nothing or for layers that are not there; or a row past the target's ``length_limit``.
+            ValueError: the spec asks for nothing, or for layers that are not there; or a row is past the target's
+                ``length_limit``.
         """
         with plain_mode(self.device):
             self._check_positions(position_ids)
@@ -192,8 +193,8 @@ class FrozenTarget:
         """Only where one long row would silently change all others, because this may wait for a GPU."""
         if self._limit is not None and position_ids.numel() and int(position_ids.max()) >= self._limit.positions:
             raise ValueError(
-                f"features: a row reaches position {int(position_ids.max())}, but {self.facts.name} {self._limit.reason} "
-                f"beyond {self._limit.positions} positions, in all rows. Shorten it."
+                f"features: a row reaches position {int(position_ids.max())}, but {self.facts.name} "
+                f"{self._limit.reason} beyond {self._limit.positions} positions, in all rows. Shorten it."
             )
 
     def _features(self, input_ids: Tensor, position_ids: Tensor, spec: FeatureSpec, packed: bool) -> TargetFeatures:

@@ -118,7 +118,7 @@ def _refusal(check: Callable[[], object]) -> str | None:
     try:
         check()
     except ValueError as error:
-        before, mark, reason = str(error).partition("cannot be a target: ")
+        _, mark, reason = str(error).partition("cannot be a target: ")
         if not mark:
             raise
         return reason.split(". ")[0]

@@ -290,7 +290,7 @@ def test_prompts_of_another_kind_than_the_rows_are_warned_of_once(
     assert (
         printed.index("decoding, epoch 0") < printed.index("warning: in training") < printed.index("decoding, epoch 1")
     )
-    assert module.take_first_slot() == (0, 0)  # taken by the last evaluation
+    assert module.step_log.take_first_slot() == (0, 0)  # taken by the last evaluation
     # The same prompts after rows that say little of first drafts: no warning.
     trainer = make_trainer(tmp_path, callbacks=[SpeculativeEval(prompts, decoding=settings())])
     trainer.fit(make_module(tiny_target), datamodule=make_data(tiny_target, write_rows(LENGTHS), packing=False))
