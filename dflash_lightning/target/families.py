@@ -175,7 +175,7 @@ def check_structure(config: PretrainedConfig, source: str) -> None:
 
 def embedding_scale(config: PretrainedConfig) -> float:
     """What the family multiplies its embedding rows with inside the model."""
-    if config.model_type.startswith("gemma"):
+    if "gemma" in config.model_type:  # VaultGemma too
         return float(config.hidden_size) ** 0.5
     return float(setting(config, "embedding_multiplier", "scale_emb", default=1.0))
 

@@ -181,7 +181,7 @@ class FrozenTarget:
         the result is made of normal tensors even under ``inference_mode``.
 
         Raises:
-            ValueError: the spec asks for nothing, or for layers that are not there; or a row is past the target's
+            ValueError: the spec asks for nothing or for layers that are not there, or a row goes past the target's
                 ``length_limit``.
         """
         with plain_mode(self.device):
@@ -191,10 +191,11 @@ class FrozenTarget:
 
     def _check_positions(self, position_ids: Int[Tensor, "B S"]) -> None:
         """Only where one long row would silently change all others, because this may wait for a GPU."""
-        if self._limit is not None and position_ids.numel() and int(position_ids.max()) >= self._limit.positions:
+        limit = self._limit
+        if limit is not None and position_ids.numel() and (last := int(position_ids.max())) >= limit.positions:
             raise ValueError(
-                f"features: a row reaches position {int(position_ids.max())}, but {self.facts.name} "
-                f"{self._limit.reason} beyond {self._limit.positions} positions, in all rows. Shorten it."
+                f"features: a row reaches position {last}, but {self.facts.name} {limit.reason} beyond "
+                f"{limit.positions} positions, in all rows. Shorten it."
             )
 
     def _features(self, input_ids: Tensor, position_ids: Tensor, spec: FeatureSpec, packed: bool) -> TargetFeatures:
