@@ -70,7 +70,7 @@ class Progress:
         counted = f"{self.done} {self.unit}" if self.total is None else f"{self.done} of {self.total} {self.unit}"
         seconds, fresh = time.monotonic() - self._begin, self.done - self._initial
         parts = [f"{self.what}: {counted}"]
-        if self.total is not None and fresh > 0:
+        if self.total is not None and fresh > 0 and 50 * fresh >= self.total - self._initial:  # else it is a guess
             parts.append(f"about {readable_seconds(seconds / fresh * max(self.total - self.done, 0))} left")
         return ", ".join([*parts, self._note] if self._note else parts)
 

@@ -70,7 +70,7 @@ class SpeculativeDecoder:
             adapter = TargetAdapter(target, FeatureSpec() if draft is None else draft.required(), packed=packed)
             self._adapter = adapter
             self._draft, self._packed, self._shown = draft, packed, shown
-            self._compile = compile
+            self._compile, self._too_few = compile, 0  # tokens that were seen not to pay for compiling
             self._head = (
                 None if draft is None else make_decoding_head(draft.head_of(target.lm), adapter.head, packed=packed)
             )
@@ -122,8 +122,9 @@ class SpeculativeDecoder:
         if isinstance(self.proposer, DraftProposer):
             with plain_mode(self.target.device):
                 self.proposer.warm_up()
-                if self._compile == "auto" and not self.proposer.compiled:
+                if self._compile == "auto" and not self.proposer.compiled and new_tokens > self._too_few:
                     self.proposer.compile_if_it_pays(new_tokens)
+                    self._too_few = new_tokens
 
     @property
     def repeatable(self) -> bool:

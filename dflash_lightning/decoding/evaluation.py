@@ -15,6 +15,7 @@ from dflash_lightning.decoding.types import Generation
 from dflash_lightning.decoding.watch import watching
 from dflash_lightning.model import DraftModel
 from dflash_lightning.target import FrozenTarget
+from dflash_lightning.target.room import check_room
 
 _SHOWN_DIFFERENCES = 4
 
@@ -169,6 +170,9 @@ class Evaluator:
         request_ids: what keys each prompt's noise (default 0, 1, ..): ranks give theirs distinct numbers.
         plain: what another evaluator of the same target, prompts and settings has decoded plainly.
         shown: whether to show how far decoding has come (ranks other than 0 do not).
+
+    Raises:
+        ValueError: a prompt leaves no room for its answer.
     """
 
     def __init__(
@@ -189,6 +193,13 @@ class Evaluator:
         self.num_checked = min(num_checked, len(prompts))
         self.plain = plain
         self.shown = shown
+        check_room(
+            [len(prompt) for prompt in prompts],
+            target.facts.max_positions,
+            target.facts.name,
+            max_new_tokens=settings.max_new_tokens,
+            num_drafts=draft.alignment.num_drafts,
+        )
         self._longest = max((len(prompt) for prompt in prompts), default=1)
         self._decoder: SpeculativeDecoder | None = None
 
