@@ -3,6 +3,7 @@
 #
 #   PYTHON=python3.11        the Python that makes the environment
 #   VENV=/path/to/venv       where the environment lives
+#   WORKERS=4                processes of make test; as many as there are cores unless given
 #   PIP_FLAGS='...'          more flags for pip install; on Linux with PyPI's CUDA builds of torch, the CPU build is
 #                            PIP_FLAGS='--extra-index-url https://download.pytorch.org/whl/cpu' and constraint torch==2.13.0+cpu
 PYTHON ?= python3
@@ -50,12 +51,15 @@ quickstart: $(INSTALLED)
 	  --limit 40 --timed 8 --max-new-tokens 96 --batch-size 16 \
 	  --note 'held-out templates of the training domain (in-domain)'
 
-# Twice: torch.compile cannot trace functions that the shape hook has wrapped. One thread: tensors are tiny, and threads
-# that wait for each other made the suite several times slower on two busy cores.
+# Twice: torch.compile cannot trace functions that the shape hook has wrapped. One process per core, each with one thread:
+# tensors are tiny, and threads that wait for each other made the suite several times slower on two busy cores. A file
+# goes to a process as a whole, so that what its tests share (a trained run, say) is made once. The compiled tests share
+# one cache of the compiler, so they run in one process.
+WORKERS ?= auto
 test: export OMP_NUM_THREADS = 1
 test: $(DEVELOPED)
 	$(BIN)/python tests/fetch_tokenizers.py
-	$(BIN)/python -m pytest -q $(SHAPE_HOOK) -m 'not compiled and not parity'
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile $(SHAPE_HOOK) -m 'not compiled and not parity'
 	$(BIN)/python -m pytest -q -m compiled
 
 # These programs need versions of their own, so they run in an environment of their own, .parity.

@@ -173,7 +173,11 @@ def test_settings_may_stand_behind_options(capsys: pytest.CaptureFixture[str]) -
     assert main(["show", "smoke", "seed=5", "--debug", "optim.lr=1e-3"]) == 0
     shown = capsys.readouterr().out
     assert "seed: 5" in shown and "lr: 0.001" in shown
-    for words in (["show", "smoke", "--debug", "--fresh=1"], ["recipes", "a=b"], ["show", "smoke", "--debug", "word"]):
+    for words in (
+        ["show", "smoke", "--debug", "--fresh=1"],
+        ["check", "x", "a=b"],
+        ["show", "smoke", "--debug", "-word"],
+    ):
         with pytest.raises(SystemExit, match="2"):
             main(words)
 
