@@ -196,7 +196,7 @@ def test_settings_may_stand_behind_options(capsys: pytest.CaptureFixture[str]) -
         (["generate", "--draft", "train.jsonl", "--prompt", "x"], "train.jsonl cannot be read as a checkpoint"),
         (["generate", "--draft", "empty.ckpt", "--prompt", "x"], "empty.ckpt cannot be read as a checkpoint"),
         (["generate", "--draft", "tensor.ckpt", "--prompt", "x"], "tensor.ckpt is no checkpoint of a drafter"),
-        (["generate", "--draft", ".", "--prompt", "x", "--top-k", "5"], "--top-k: 5 would be ignored"),
+        (["generate", "--draft", "target", "--prompt", "x", "--top-k", "5"], "--top-k: 5 would be ignored"),
         (["regenerate", "gone.jsonl", "--target", "target", "--out", "o.jsonl"], "gone.jsonl"),
         (["regenerate", "prompts.jsonl", "--target", "qwen3_4bb", "--out", "o.jsonl"], "Did you mean 'qwen3_4b'?"),
     ],
@@ -706,7 +706,7 @@ def test_evaluate_fails_when_output_is_not_the_plain_one_by_more_than_rounding(
     assert json.loads((here / "out.json").read_text())["differences"][0]["token"] == 2
 
 
-@pytest.mark.parametrize("mode", [["--eager"], pytest.param([], marks=pytest.mark.compiled)])
+@pytest.mark.parametrize("mode", [["--eager"], pytest.param(["--compile"], marks=pytest.mark.compiled)])
 def test_generate_prints_json_whose_counts_add_up(
     mode: list[str],
     trained: Path,
@@ -718,7 +718,7 @@ def test_generate_prints_json_whose_counts_add_up(
     assert main(["generate", *arguments]) == 0
     report = json.loads(capsys.readouterr().out)
     assert 1 + sum(report["committed"]) == len(report["output_ids"]) <= 20
-    assert report["compiled"] is not bool(mode)
+    assert report["compiled"] is (mode == ["--compile"])
     plain = make_tiny_model("llama").generate(torch.tensor([[3, 7, 5]]), max_new_tokens=20, do_sample=False)
     assert report["output_ids"] == plain[0, 3:].tolist()
     assert report["times"]["total_s"] > 0
