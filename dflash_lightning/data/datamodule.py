@@ -252,10 +252,10 @@ class DraftData(LightningDataModule):
         """
         block = self._binding()[0]
         if self._plan is None or self._plan[0] is not block:
-            self._plan = (block, self._make_plan(block))
+            self._plan = (block, self._planner(block))
         return self._plan[1]
 
-    def _make_plan(self, block: BlockConstructor) -> Planner:
+    def _planner(self, block: BlockConstructor) -> Planner:
         blocks = [block.num_blocks(self.documents[d].loss_mask) for d in range(len(self.documents))]
         usable = [d for d, count in enumerate(blocks) if count]
         left_out = len(blocks) - len(usable)
