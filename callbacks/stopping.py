@@ -109,7 +109,7 @@ class Stopper(Callback):
         early = trainer.should_stop and trainer.fit_loop._can_stop_early and not _stopped_early(trainer)
         wanted = self.asked is not None or (early and not at_planned_end(trainer))
         if trainer.strategy.reduce_boolean_decision(wanted, all=False):
-            self.cut = self.asked or ("its time limit or a callback" if early else "a signal to another process")
+            self.cut = self.asked or (_limit(trainer) if early else "a signal to another process")
             self._save(trainer)
             raise RunCut
 
@@ -120,7 +120,7 @@ class Stopper(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._waits = False
         if not is_finished(trainer):
-            self.cut = "a callback"
+            self.cut = _limit(trainer)
             self._save(trainer)
 
     def _save(self, trainer: Trainer) -> None:
@@ -159,6 +159,13 @@ def at_planned_end(trainer: Trainer) -> bool:
     progress: Any = loop.epoch_progress.current
     ended = progress.processed + (trainer.is_last_batch and progress.ready > progress.processed)
     return loop.max_epochs not in (None, -1) and ended >= loop.max_epochs
+
+
+def _limit(trainer: Trainer) -> str:
+    """What has set ``should_stop``."""
+    timers = [callback for callback in trainer.callbacks if isinstance(callback, Timer)]  # type: ignore[attr-defined]
+    left = [seconds for timer in timers if (seconds := timer.time_remaining()) is not None]
+    return "trainer.max_time" if any(seconds <= 0 for seconds in left) else "a callback"
 
 
 def _stopped_early(trainer: Trainer) -> bool:

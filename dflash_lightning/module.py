@@ -278,7 +278,9 @@ class DraftModule(LightningModule):
             nn.utils.clip_grad_value_(parameters, float(gradient_clip_val))
         else:
             assert self._norm is not None
-            nn.utils.clip_grads_with_norm_(parameters, float(gradient_clip_val), self._norm)
+            # A norm that is none (its step will not be made) must not spread over all gradients.
+            norm = torch.where(torch.isfinite(self._norm), self._norm, 0.0)
+            nn.utils.clip_grads_with_norm_(parameters, float(gradient_clip_val), norm)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         total = self.trainer.estimated_stepping_batches

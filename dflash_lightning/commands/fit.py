@@ -53,8 +53,9 @@ def fit(
         return _dry_run(cfg)
     check_recipe(cfg)
     folder = RunFolder(Path(cfg.run_dir))
-    with folder.locked() if _is_first() else contextlib.nullcontext():
-        return _fit(folder, cfg, fresh, but=LENGTHS if extend else ())
+    stopper = Stopper(folder.last)
+    with folder.locked() if _is_first() else contextlib.nullcontext(), stopper.listening():
+        return _fit(folder, cfg, fresh, stopper, but=LENGTHS if extend else ())
 
 
 def _dry_run(cfg: DictConfig) -> int:
@@ -65,7 +66,7 @@ def _dry_run(cfg: DictConfig) -> int:
     return 0
 
 
-def _fit(folder: RunFolder, cfg: DictConfig, fresh: bool, but: Sequence[str] = ()) -> int:
+def _fit(folder: RunFolder, cfg: DictConfig, fresh: bool, stopper: Stopper, but: Sequence[str] = ()) -> int:
     resume = _decide(folder, cfg, fresh, but)
     if resume is None:
         _say(folder.nothing_to_do)
@@ -82,7 +83,7 @@ def _fit(folder: RunFolder, cfg: DictConfig, fresh: bool, but: Sequence[str] = (
     _say(f"run folder {folder.path}" + (f", resuming from {resume}{_at_step(Path(resume))}" if resume else ""))
     if _is_main() and (expected := estimate(parts, done=(resume and _step_in(Path(resume))) or 0)) is not None:
         _say(expected.line())
-    started = _run(parts, folder, resume, OmegaConf.to_container(cfg, resolve=True))
+    started = _run(parts, folder, resume, stopper, OmegaConf.to_container(cfg, resolve=True))
     return started if isinstance(started, _Status) else _conclude(parts, folder, started)
 
 
@@ -166,13 +167,13 @@ class _Start(Callback):
         self.step = trainer.global_step
 
 
-def _run(parts: Parts, folder: RunFolder, resume: str, recipe: Any) -> int:
+def _run(parts: Parts, folder: RunFolder, resume: str, stopper: Stopper, recipe: Any) -> int:
     """Fit; the optimizer step it started from, or the exit status of a run that was cut or diverged.
 
     Raises:
         ValueError: Lightning refuses the trainer's settings for this run.
     """
-    begin, stopper = _Start(recipe), Stopper(folder.last)
+    begin = _Start(recipe)
     callbacks: list[Callback] = parts.trainer.callbacks  # type: ignore[attr-defined]
     callbacks.insert(0, begin)
     callbacks.append(stopper)
@@ -180,8 +181,7 @@ def _run(parts: Parts, folder: RunFolder, resume: str, recipe: Any) -> int:
         _say(f"no callback evaluates: tau is not measured, and {folder.last} is the checkpoint to use")
     clock = time.monotonic()
     try:
-        with stopper.listening():
-            parts.trainer.fit(parts.module, datamodule=parts.data, ckpt_path=resume or None)
+        parts.trainer.fit(parts.module, datamodule=parts.data, ckpt_path=resume or None)
     except MisconfigurationException as error:
         raise ValueError(f"trainer: {error}") from error
     except Diverged as error:

@@ -45,7 +45,7 @@ class DraftData(LightningDataModule):
             documents of similar length.
         row_tokens: tokens of a packed row; null means ``max_length``.
         row_blocks: most blocks of a packed row, counted over its documents; null means no limit. A document with more
-            of them gets a row of its own.
+            of them gets a row of its own. Rows that are not packed have no limit.
         rows_per_batch: rows of a micro-batch.
         token_bucket: rows are padded to a multiple of it, so that few distinct lengths reach the device.
         block_bucket: the same for blocks.
@@ -131,8 +131,6 @@ class DraftData(LightningDataModule):
         for name in ("rows_per_batch", "token_bucket", "block_bucket"):
             if getattr(self, name) < 1:
                 raise ValueError(f"data.{name}: {getattr(self, name)} is not a count. Use 1 or more.")
-        if not self.packing and self.row_blocks is not None:
-            raise ValueError("data.row_blocks: applies to packed rows only. Remove it, or set data.packing=true.")
         if self.cache_features not in (None, "ram", "disk"):
             raise ValueError(f"data.cache_features: {self.cache_features!r} is unknown. Use 'ram', 'disk' or null.")
         if self.features_folder is not None and self.cache_features != "disk":
@@ -254,10 +252,10 @@ class DraftData(LightningDataModule):
         """
         block = self._binding()[0]
         if self._plan is None or self._plan[0] is not block:
-            self._plan = (block, self._make_plan(block))
+            self._plan = (block, self._planner(block))
         return self._plan[1]
 
-    def _make_plan(self, block: BlockConstructor) -> Planner:
+    def _planner(self, block: BlockConstructor) -> Planner:
         blocks = [block.num_blocks(self.documents[d].loss_mask) for d in range(len(self.documents))]
         usable = [d for d, count in enumerate(blocks) if count]
         left_out = len(blocks) - len(usable)

@@ -80,7 +80,7 @@ def test_every_precision_clips_and_accumulates(place: Any, precision: str) -> No
     settings = ["trainer=auto", *ON_CPU, f"trainer.precision={precision}", "trainer.accumulate_grad_batches=5"]
     name = f"precision-{precision}"
     # 12 rows, 5 at a time: windows of 5, 5 and 2.
-    packing = ["data.packing=false", "data.row_blocks=null", "callbacks=[checkpoint_last]"]
+    packing = ["data.packing=false", "callbacks=[checkpoint_last]"]
     assert place.fit("smoke", *settings, *packing, *SHORT, name=name) == 0
     assert checked(place, name)["global_step"] == 3
 
