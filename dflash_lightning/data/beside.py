@@ -14,17 +14,30 @@ from dflash_lightning.data.marks import finish_reasons, plain, row_is_learned
 from dflash_lightning.data.messages import REASONING, Conversation, Message
 from dflash_lightning.data.values import checked_text, from_json_text, is_empty, joined_text, short
 
-_SYSTEM = {"system", "systemprompt", "systemmessage", "systeminstruction", "systeminstructions", "sysprompt"}
-_OLD_TOOLS = {"functions", "functiondefinitions", "functiondefs"}  # OpenAI's first form: without "type"
-_TOOLS = {"tools", "tooldefs", "tooldefinitions", "toolschemas", "toolspecs", "availabletools", *_OLD_TOOLS}
+_SYSTEM = {
+    *("system", "systemprompt", "systemmessage", "systemmsg", "systemtext", "systemcontent", "sysprompt"),
+    *("systeminstruction", "systeminstructions"),
+}
+_OLD_TOOLS = {"functions", "functiondefinitions", "functiondefs", "functionschemas", "functionlist"}  # without "type"
+_TOOLS = {
+    *("tools", "tooldefs", "tooldefinitions", "toolschema", "toolschemas", "toolspec", "toolspecs", "toollist"),
+    *("toolsjson", "availabletools", "availablefunctions"),
+    *_OLD_TOOLS,
+}
 _SETTINGS = {"chattemplatekwargs", "templatekwargs"}
-_SETTING = {"enablethinking": "enable_thinking", "reasoningeffort": "reasoning_effort"}
+_SETTING = {
+    plain(name): name
+    for name in (
+        *("enable_thinking", "reasoning_effort", "thinking_budget"),
+        *("custom_instructions", "builtin_tools", "python_tools", "xml_tools"),
+    )
+}
 _REASONING = {"reasoning", "reasoningcontent", "thinking", "thought", "thoughts"}
 _OF_TOKENS = ("lossmask", "assistantmask", "assistantmasks")  # a value for each of the input_ids
-_NOT_TEXT = "cannot be shown to a text model"
+_MEDIA = [f"{kind}{form}" for kind in ("image", "audio", "video") for form in ("", "s", "url", "urls", "path", "paths")]
 _REFUSED = {
     "history": "is not read. Write the whole conversation as 'messages'",
-    **dict.fromkeys(("image", "images", "audio", "audios", "video", "videos"), _NOT_TEXT),
+    **dict.fromkeys([*_MEDIA, "pixelvalues"], "cannot be shown to a text model"),
     **dict.fromkeys(
         ("developer", "developermessage", "developerprompt", "developerinstructions"),
         "is not read. Write it as the first message, with role 'developer'",
@@ -33,7 +46,11 @@ _REFUSED = {
     **dict.fromkeys(_OF_TOKENS, 'has no input_ids to belong to. Mark messages instead, with "train": false'),
 }
 # Texts that are often a copy of what a message says, and otherwise something that the model should have been told.
-_COPIES = {"prompt", "instruction", "instructions", "input", "query", "context", "documents", "document", "passages"}
+_COPIES = {
+    *("prompt", "instruction", "instructions", "input", "query", "preamble", "preprompt"),
+    *("context", "contexts", "document", "documents", "retrieveddocuments", "passage", "passages"),
+    *("prefill", "assistantprefill", "assistantprefix", "responseprefix"),
+}
 OTHER_READINGS = ("prompt", "instruction", "input")  # keys that another kind of row consists of
 
 
@@ -84,8 +101,10 @@ def read_beside(given: Mapping[str, Any], where: str, own: Collection[str]) -> B
         ValueError: a column that would change what the model sees cannot be used, or two of them differ.
     """
     named = [(key, plain(key), value) for key, value in given.items() if key not in own and not is_empty(value)]
+    if "input_ids" in given:
+        named = [(key, name, value) for key, name, value in named if name not in _OF_TOKENS]
     for key, name, value in named:
-        if name in _REFUSED and not (name in _OF_TOKENS and "input_ids" in given):
+        if name in _REFUSED:
             raise _refused(where, key, _REFUSED[name])
         if name == "toolchoice" and value != "auto":
             raise _refused(where, key, f"is {short(value)}, which changes what is served. Only 'auto' is supported")

@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 from dflash_lightning.data.values import short
 
 # Marks by their plain name (see ``plain``). True, 1 and "true" of the first group say "learn it", of the second
-# "do not learn it". The third group can be read in both ways, or says more than one bit.
+# "do not learn it". The others can be read in two ways, or say more than one bit.
+_WEIGHTS = {"weight", "lossweight", "trainweight"}
 _LEARN = {
-    *("train", "trainable", "training", "istrainable", "loss", "lossmask", "weight", "lossweight", "trainweight"),
-    *("supervise", "supervised", "calculateloss", "computeloss"),
+    *("train", "trainable", "training", "istrainable", "istrain", "dotrain", "trainon", "learn", "learnable"),
+    *("loss", "lossmask", "useloss", "calculateloss", "computeloss", "supervise", "supervised"),
+    *_WEIGHTS,
 }
-_SPARE = {"masked", "ismasked", "ignoreloss", "nolossmask"}
+_SPARE = {"masked", "ismasked", "ignoreloss", "noloss", "notrain", "excludefromloss"}
+_LEFT_OUT = {"skip", "skipped", "ignore", "ignored", "exclude", "excluded"}
 _REFUSED = {
     "mask": "may mean that the answer is masked out, or that it is the one to learn",
-    "skip": "may mean that the turn is left out of the text, or only of the loss",
-    "skipped": "may mean that the turn is left out of the text, or only of the loss",
-    "assistantmask": "has a value for every token, but the tokens are made here",
-    "assistantmasks": "has a value for every token, but the tokens are made here",
-    "traindetail": "marks parts of an answer",
-    "trainingdetail": "marks parts of an answer",
+    **dict.fromkeys(_LEFT_OUT, "may mean that the turn is left out of the text, or only of the loss"),
+    **dict.fromkeys(("assistantmask", "assistantmasks"), "has a value for every token, but the tokens are made here"),
+    **dict.fromkeys(("traindetail", "trainingdetail"), "marks parts of an answer"),
 }
-# Marks that a whole row may carry. Others (loss, mask) are there mostly statistics or per-token values.
-_OF_ROW = {"train", "trainable", "training", "istrainable", "weight", "lossweight", "trainweight", "skip", "skipped"}
+# Marks that a whole row may carry as numbers too; others (loss) are statistics there.
+_OF_ROW = _LEFT_OUT | _WEIGHTS | _SPARE | (_LEARN - {"loss", "lossmask"})
+_LISTS = {"weights", "lossweights", "lossmasks", "masks", "trainables"}
 _YES, _NO = {"true", "yes", "on"}, {"false", "no", "off"}
 
 # "finish" is what ``regenerate`` writes.
@@ -37,9 +39,10 @@ _CUT = {
 }
 
 
-def plain(name: Any) -> str:
+@lru_cache(maxsize=4096)
+def plain(name: str) -> str:
     """A key or a value without case and separators: ``lossMask``, ``loss_mask`` and ``loss-mask`` are one name."""
-    return "".join(c for c in str(name).lower() if c.isalnum())
+    return "".join(c for c in name.lower() if c.isalnum())
 
 
 def is_message_key(key: str) -> bool:
@@ -57,7 +60,7 @@ def is_learned(message: Mapping[str, Any], at: str) -> bool:
     said: dict[str, bool] = {}
     for key, value in message.items():
         name = plain(key)
-        if name in _REFUSED and not (name.startswith("skip") and _bit(value) is False):
+        if name in _REFUSED and not (name in _LEFT_OUT and _bit(value) is False):
             raise ValueError(
                 f"{at} has {key} {short(value)}, which is not applied: it {_REFUSED[name]}. Write "
                 '"train": false at answers that are not to be learned, or remove the mark.'
@@ -79,19 +82,24 @@ def row_is_learned(given: Mapping[str, Any], where: str) -> bool:
     """Whether a row's own marks let its answers be supervised (``trainable: false`` beside the conversation).
 
     Raises:
-        ValueError: a weight that is neither 0 nor 1.
+        ValueError: a weight that is neither 0 nor 1, a list of marks, or one that can be read in two ways.
     """
     learned = True
     for key, value in given.items():
         name = plain(key)
-        bit = _bit(value) if name in _OF_ROW else None
-        if bit is not None:
-            learned &= not bit if name in ("skip", "skipped") else bit
-        elif name in _OF_ROW and name.endswith("weight"):
-            raise ValueError(
-                f"{where}: the row has {key} {short(value)}, which is not applied. Give files a weight in data.train, "
-                f"or leave the column out there with ignore: [{key}]."
-            )
+        bit = _bit(value) if name in _OF_ROW or isinstance(value, bool) else None
+        if name in _LISTS or (isinstance(value, list) and name in _LEARN | _SPARE | _LEFT_OUT | {"mask"}):
+            why = 'is a list of marks. Write them at the messages, as "train": false'
+        elif bit is not None and name in _LEARN | _SPARE | _LEFT_OUT:
+            learned &= bit if name in _LEARN else not bit
+            continue
+        elif name in _WEIGHTS:
+            why = f"is {short(value)}, which is not applied. Give whole files a weight in data.train"
+        elif name == "mask" and bit is not None:
+            why = f"is {short(value)}, which {_REFUSED[name].replace('answer', 'row')}"
+        else:
+            continue
+        raise ValueError(f"{where}: {key!r} {why}; or leave the column out (in data.train: ignore: [{key}]).")
     return learned
 
 

@@ -59,8 +59,8 @@ class Source:
         return self.path if self.weight == 1 else f"{self.path} (weight {self.weight:g})"
 
     def settings(self) -> dict[str, Any]:
-        """All fields, by name."""
-        return asdict(self)
+        """All fields, by name, as JSON has them."""
+        return {**asdict(self), "ignore": list(self.ignore)}
 
     @property
     def is_hub(self) -> bool:

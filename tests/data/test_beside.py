@@ -147,6 +147,8 @@ def test_tools_of_a_message_that_the_template_does_not_show_make_the_row_unusabl
         ("context", "Oslo is cold.", "'context' stands in no message"),
         ("Context", ["Oslo is cold."], "'Context' stands in no message"),
         ("documents", [{"title": "Oslo", "text": "cold"}], "'documents' stands in no message"),
+        ("prefill", "Well,", "'prefill' stands in no message"),
+        ("imageUrl", "a.png", "'imageUrl' cannot be shown"),
         ("query", "How cold?", "'query' stands in no message"),
         ("images", ["a.png"], "'images' cannot be shown to a text model"),
         ("audio", {"path": "a.wav"}, "'audio' cannot be shown"),
@@ -187,7 +189,7 @@ def test_a_source_may_leave_out_columns(tmp_path: Path) -> None:
     assert not list(Source(str(path)).good_rows())
     (row,) = Source(str(path), ignore=("context", "history")).good_rows()
     assert isinstance(row, ChatRow) and row.messages == MESSAGES
-    assert Source(str(path), ignore=("context",)).settings()["ignore"] == ("context",), "it belongs to the cache's key"
+    assert Source(str(path), ignore=("context",)).settings()["ignore"] == ["context"], "it belongs to the cache's key"
 
 
 # -- reasoning --------------------------------------------------------------------------------------------------------

@@ -59,6 +59,8 @@ NOT_LEARNED: list[dict[str, Any]] = [
     {"masked": True},
     {"masked": 1},
     {"masked": "true"},
+    {"no_loss": True},
+    {"learnable": "no"},
     {"train": False, "weight": 0, "masked": True},
 ]
 LEARNED = [{"train": True}, {"weight": 1}, {"weight": 1.0}, {"weight": "1"}, {"masked": False}, {"skip": False}]
@@ -88,6 +90,7 @@ def test_a_mark_that_says_the_usual_changes_nothing(mark: dict[str, Any], superv
         ({"train": "maybe"}, "train 'maybe', which is not applied"),
         ({"mask": True}, "mask True, which is not applied: it may mean that the answer is masked out, or"),
         ({"mask": 0}, "mask 0, which is not applied"),
+        ({"exclude": 1}, "exclude 1, which is not applied: it may mean that the turn is left out of the text"),
         ({"skip": True}, "skip True, which is not applied: it may mean that the turn is left out of the text"),
         ({"assistant_masks": [1]}, "assistant_masks .* which is not applied"),
         ({"train_detail": [{"begin": 0}]}, "train_detail .* which is not applied: it marks parts"),
@@ -123,15 +126,24 @@ def test_a_row_whose_answers_are_all_marked_is_dropped_and_counted(supervised: A
     assert supervised({"messages": chat(train=False)}, supervise="last_turn") == ["GOOD<|im_end|>"]
 
 
-@pytest.mark.parametrize("mark", [{"trainable": False}, {"train": 0}, {"weight": 0}, {"skip": True}], ids=str)
+OF_ROW = [{"trainable": False}, {"train": 0}, {"weight": 0}, {"skip": True}, {"loss": False}, {"masked": 1}]
+
+
+@pytest.mark.parametrize("mark", OF_ROW, ids=str)
 def test_a_row_may_be_marked_as_a_whole(mark: dict[str, Any], supervised: Any) -> None:
     assert "marked as not to be trained on" in supervised({"messages": chat(), **mark})
     assert supervised({"messages": chat(), "weight": 1, "train": True, "loss": 2.3}) == [
         "BAD<|im_end|>",
         "GOOD<|im_end|>",
     ]
-    with pytest.raises(ValueError, match=r"the row has weight 0.5, which is not applied.*ignore: \[weight\]"):
-        parse_record({"messages": chat(), "weight": 0.5}, "a")
+    for key, value, message in (
+        ("weight", 0.5, "is 0.5, which is not applied. Give whole files a weight in data.train"),
+        ("trainable", [True, False], "is a list of marks. Write them at the messages"),
+        ("weights", [1, 0], "is a list of marks"),
+        ("mask", True, "is True, which may mean that the row is masked out, or that it is the one to learn"),
+    ):
+        with pytest.raises(ValueError, match=rf"a: '{key}' {message}.*ignore: \[{key}\]"):
+            parse_record({"messages": chat(), key: value}, "a")
 
 
 @pytest.mark.parametrize("template", ["qwen3", "harmony"])
