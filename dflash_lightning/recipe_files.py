@@ -43,11 +43,19 @@ def file_faults(tree: dict[str, Any]) -> Iterator[Fault]:
     for where, value in select(tree, _SOURCES):
         if fits(value, TrainFiles):  # reported where it does not
             yield from _source_faults(value, where)
-    if isinstance(start := tree.get("init_from"), str):
-        yield from faults_of(partial(find_draft_place, start, setting="init_from"), "init_from")
+    yield from _start_faults(tree.get("init_from"), tree.get("run_dir"))
     source = mapping_at(tree, "target").get("source")
     if isinstance(source, str):
         yield from faults_of(partial(locate, source), "target.source")
+
+
+def _start_faults(start: Any, run_dir: Any) -> Iterator[Fault]:
+    """What a run starts from is there, and is not what it writes itself."""
+    if not isinstance(start, str):
+        return
+    yield from faults_of(partial(find_draft_place, start, setting="init_from"), "init_from")
+    if isinstance(run_dir, str) and Path(start).expanduser().resolve().is_relative_to(Path(run_dir).resolve()):
+        yield Fault("init_from", f"{start} lies in run_dir={run_dir}, which this run writes", "Choose another run_dir")
 
 
 def _sources(value: Any, where: str) -> Iterator[tuple[str, Source]]:
