@@ -271,6 +271,8 @@ def _evaluate(expression: ast.expr, module: _Module, depth: int) -> Any:
 
 
 def _meaning(name: str, module: _Module, depth: int) -> Any:
+    if name in _for_type_checkers(module):
+        raise NameError(name)  # Python does not know it either
     for node in _statements(module.tree.body):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in (*sys.stdlib_module_names,):
             for alias in node.names:
@@ -283,6 +285,13 @@ def _meaning(name: str, module: _Module, depth: int) -> Any:
         return _evaluate(found[1], found[0], depth - 1)
     plain = {"int": int, "float": float, "str": str, "bool": bool, "list": list, "dict": dict, "tuple": tuple}
     return plain.get(name, {"set": set, "frozenset": frozenset, "object": object, "type": type}.get(name, Any))
+
+
+def _for_type_checkers(module: _Module) -> set[str]:
+    """Names that the module imports for type checkers only."""
+    guarded = [n for n in module.tree.body if isinstance(n, ast.If) and ast.unparse(n.test).endswith("TYPE_CHECKING")]
+    imports = [node for block in guarded for node in block.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    return {alias.asname or alias.name for node in imports for alias in node.names}
 
 
 @lru_cache(maxsize=256)

@@ -73,6 +73,7 @@ LIGHT = {
     "regenerate": (["regenerate", "p.jsonl", "--target", "./target", "--out", "o"], 2, "p.jsonl is not a file"),
     "regenerate of no target": (["regenerate", "rows.jsonl", "--target", "/gone", "--out", "o"], 2, "folder /gone"),
     "export": (["export", "--draft", "gone", "--format", "hf", "--out", "o"], 2, "there is no gone"),
+    "check": (["check", "gone"], 2, "gone: there is no such folder"),
     "inspect": (["inspect", "gone.jsonl", "--target", "./target"], 2, "gone.jsonl is not a file"),
     "inspect of a recipe": (["inspect", "smoke", "data.max_lenght=3"], 2, "Did you mean 'max_length'?"),
 }

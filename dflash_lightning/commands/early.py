@@ -22,7 +22,7 @@ _RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK", "NODE_RANK
 
 
 def check_files(args: argparse.Namespace) -> None:
-    """Refuse prompts, drafters and targets that are not there.
+    """Refuse prompts, drafters, exports and targets that are not there.
 
     Raises:
         ValueError: says which argument names what, and what is allowed.
@@ -30,6 +30,10 @@ def check_files(args: argparse.Namespace) -> None:
     for path in _listed(getattr(args, "prompts", None)):
         if not Path(path).expanduser().is_dir():  # a saved data set is read where a command takes one
             find_file(path, setting="--prompts" if args.command != "regenerate" else "prompts")
+    if getattr(args, "observed", None) is not None:
+        find_file(args.observed, setting="--observed")
+    if args.command == "check" and not Path(args.folder).is_dir():
+        raise ValueError(f"{args.folder}: there is no such folder. Give one that dflash export wrote.")
     for path in [*_listed(getattr(args, "draft", None)), *_listed(getattr(args, "run_dir", None))]:
         find_draft_place(path, setting="--draft")
     if getattr(args, "target", None) is not None:
