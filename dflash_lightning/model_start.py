@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
@@ -13,8 +13,9 @@ from dflash_lightning.conditioning import Conditioning
 from dflash_lightning.draft_config import DraftConfig
 from dflash_lightning.drafter import Drafter
 from dflash_lightning.head import DraftHead
-from dflash_lightning.model import DraftModel, load_draft, make_draft_config
+from dflash_lightning.model import DraftModel, make_draft_config
 from dflash_lightning.model_config import identify
+from dflash_lightning.model_found import find_weights
 from dflash_lightning.target import FrozenTarget, check_mask_token_id, choose_mask_token_id
 
 # What a recipe says about a drafter that another drafter's weights cannot follow.
@@ -58,7 +59,7 @@ class DraftPlan:
         """
         if self.init_from is not None:
             own = replace(self, conditioning=copy.copy(self.conditioning))  # _continue fills in what is left open
-            return own._continue(Path(self.init_from), target, used_ids)
+            return own._continue(self.init_from, target, used_ids)
         if self.draft_vocabulary == "data" and not used_ids:
             raise ValueError("draft_vocabulary: 'data' needs a DraftData data module to take the ids from. Use null.")
         mask_token_id = self.block.mask_token_id
@@ -87,13 +88,12 @@ class DraftPlan:
             draft_vocab_size=draft_vocab_size,
         )
 
-    def _continue(self, folder: Path, target: FrozenTarget, used_ids: set[int]) -> DraftModel:
-        """The drafter in ``folder``: it decides what the recipe leaves open (null), and must agree with what it states.
+    def _continue(self, path: str, target: FrozenTarget, used_ids: set[int]) -> DraftModel:
+        """The drafter at ``path``: it decides what the recipe leaves open (null), and must agree with what it states.
 
         What it says of its target is replaced by what this target is; its own settings stay as they are.
         """
-        with torch.device("cpu"):  # not where Lightning builds modules: transformers would take that as a device map
-            model = load_draft(folder).train()
+        model = find_weights(path, setting="init_from").model.train()
         theirs = model.config
         target.check_draft(theirs)
         check_mask_token_id(theirs.mask_token_id, target, used_ids)
@@ -106,7 +106,7 @@ class DraftPlan:
         drafter = self.drafter.settings()
         if drafter.get("init_from_target"):
             raise ValueError(
-                f"init_from: the drafter starts from {folder}, but drafter.init_from_target=true starts it from the "
+                f"init_from: the drafter starts from {path}, but drafter.init_from_target=true starts it from the "
                 "target's layers. Set drafter.init_from_target=false, or init_from=null."
             )
         open_settings = {_FIELD_OF.get(name, name) for name, value in drafter.items() if value is None}
@@ -114,12 +114,30 @@ class DraftPlan:
         for axis, part in ours.components.items():
             pairs[axis] = part["name"], theirs.components.get(axis, {}).get("name")
         differing = [f"{name} is {a!r} in the recipe, {b!r} there" for name, (a, b) in pairs.items() if a != b]
+        if self.draft_vocabulary == "data" and theirs.draft_vocab_size is None:
+            differing.append("draft_vocabulary is 'data' in the recipe, the whole vocabulary there")
         if differing:
             raise ValueError(
-                f"init_from: the drafter in {folder} is not the one the recipe describes ({'; '.join(differing)}). "
+                f"init_from: the drafter in {path} is not the one the recipe describes ({'; '.join(differing)}). "
                 "Set these in the recipe to what the drafter has (or to null, where that is allowed), or train from "
-                "scratch."
+                "scratch. A drafter of a part of the vocabulary is continued with draft_vocabulary=data, and keeps the "
+                "tokens that it has."
             )
+        _say_what_is_outside(model, used_ids)
         theirs.num_target_layers, theirs.vocab_size = target.facts.num_layers, target.facts.vocab_size
-        theirs.target = identify(target.facts)
+        theirs.target, theirs.max_position_embeddings = identify(target.facts), target.facts.max_positions
         return model
+
+
+def _say_what_is_outside(model: DraftModel, used_ids: set[int]) -> None:
+    """A drafter keeps the tokens it was made with: those of other training rows may not be among them."""
+    if model.config.draft_vocab_size is None:
+        return
+    kept = set(model.draft_vocab.tolist())
+    if outside := len(used_ids - kept):
+        warnings.warn(
+            f"init_from: the drafter keeps its own {len(kept)} tokens; {outside} of the {len(used_ids)} that occur in "
+            "data.train are not among them: it can never propose those, and learns nothing where they are the label. "
+            "Train from scratch for a vocabulary of these rows.",
+            stacklevel=2,
+        )

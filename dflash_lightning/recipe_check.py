@@ -14,7 +14,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
 from dflash_lightning.data.sources import Source, TrainFiles, make_sources
-from dflash_lightning.files import find_file
+from dflash_lightning.files import find_draft_place, find_file
 from dflash_lightning.module import DraftModule
 from dflash_lightning.recipe_faults import Fault, hint_for, split_message
 from dflash_lightning.recipe_hints import advice, describe, fits, hints_of, is_settings_class
@@ -275,6 +275,8 @@ def _check_files(tree: dict[str, Any]) -> Iterator[Fault]:
     for where, value in _select_all(tree, _SOURCE_KEYS):
         if fits(value, TrainFiles):  # reported where it does not
             yield from _check_sources(value, where)
+    if isinstance(tree.get("init_from"), str):
+        yield from _check_found(partial(find_draft_place, tree["init_from"], setting="init_from"), "init_from")
     target = tree.get("target")
     source = target.get("source") if isinstance(target, dict) else None
     if isinstance(source, str):

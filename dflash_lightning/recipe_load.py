@@ -22,10 +22,10 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from dflash_lightning.files import RECIPE_FILE
 from dflash_lightning.recipe_faults import Fault, RecipeError, hint_for
 
 _PRIMARY = "dflash_lightning_primary_recipe"  # no configuration of Hydra or of a plugin has this name
-RECIPE_FILE = "recipe.yaml"  # the resolved recipe's name in a run folder
 # Any value of this group that is no option is a model's path, hub id or GGUF file: "target=Qwen/Qwen3-4B".
 _TARGET, _CUSTOM_TARGET = "target", "custom"
 

@@ -21,9 +21,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from dflash_lightning import __version__
-from dflash_lightning.files import file_digest, open_locked, write_atomic
+from dflash_lightning.files import BEST_CHECKPOINT, LAST_CHECKPOINT, RECIPE_FILE, file_digest, open_locked, write_atomic
 from dflash_lightning.recipe_check import data_files
-from dflash_lightning.recipe_load import RECIPE_FILE, recipe_text
+from dflash_lightning.recipe_load import recipe_text
 
 STATE_FILE = "run.json"
 _MINUTES = ("train_minutes", "evaluation_minutes")
@@ -42,12 +42,12 @@ class RunFolder:
     @property
     def last(self) -> Path:
         """What an interrupted run resumes from."""
-        return self.path / "checkpoints" / "last.ckpt"
+        return self.path / LAST_CHECKPOINT
 
     @property
     def best(self) -> Path:
         """The best checkpoint by tokens committed per round."""
-        return self.path / "checkpoints" / "best.ckpt"
+        return self.path / BEST_CHECKPOINT
 
     @property
     def recipe(self) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,24 +9,27 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 
-from dflash_lightning.draft_config import DraftConfig
-from dflash_lightning.model import DraftModel, load_draft
+from dflash_lightning.files import RECIPE_FILE
+from dflash_lightning.model import DraftModel
+from dflash_lightning.model_found import find_weights
 from dflash_lightning.recipe import load_recipe, make_target
-from dflash_lightning.recipe_load import RECIPE_FILE
-from dflash_lightning.run import RunFolder, read_recipe
+from dflash_lightning.run import read_recipe
 from dflash_lightning.target import FrozenTarget
 
 _DEVICES = "Use cpu, or cuda where there is a GPU (cuda:1 is the second)."
-_ANOTHER = "Give a .ckpt file that dflash fit wrote, a run folder or an exported folder."
 
 
 @dataclass(frozen=True)
 class FoundDraft:
-    """A drafter, where it was read, and the recipe of its run (empty for an exported folder)."""
+    """A drafter, where it was read, and the recipe of its run (empty for an exported folder).
+
+    ``measured`` is what the run's own evaluation found of these weights; see ``FoundWeights``.
+    """
 
     model: DraftModel
     source: Path
     recipe: dict[str, Any] = field(default_factory=dict)
+    measured: dict[str, float] = field(default_factory=dict)
 
     @property
     def chat_template_kwargs(self) -> dict[str, Any]:
@@ -43,49 +45,20 @@ def find_draft(path: str) -> FoundDraft:
     Raises:
         ValueError: there is none; says what was looked for.
     """
-    place = Path(path).expanduser()
-    if place.is_file():
-        return FoundDraft(_read_checkpoint(place), place, _recipe_above(place))
-    if not place.is_dir():
-        raise ValueError(f"--draft: there is no {path}. Give a run folder, a checkpoint file or an exported folder.")
-    run = RunFolder(place)
-    if run.recipe.exists():
-        for checkpoint in (run.best, run.last):
-            if checkpoint.exists():
-                return FoundDraft(_read_checkpoint(checkpoint), checkpoint, _recipe_above(checkpoint))
-        raise ValueError(f"--draft: {path} is a run without a checkpoint. Train it: dflash fit {run.recipe}.")
-    if (place / "config.json").exists():
-        return FoundDraft(load_draft(place), place)
-    raise ValueError(f"--draft: {path} has neither {RECIPE_FILE} (a run) nor config.json (an exported drafter).")
-
-
-def _read_checkpoint(file: Path) -> DraftModel:
-    try:
-        checkpoint = torch.load(file, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
-        reason = str(error).partition("\n")[0][:120] or "it is empty"
-        raise ValueError(f"--draft: {file} cannot be read as a checkpoint ({reason}). {_ANOTHER}") from error
-    if not isinstance(checkpoint, dict) or "draft_config" not in checkpoint:
-        held = f"only {list(checkpoint)[:8]}" if isinstance(checkpoint, dict) else f"it holds a {type(checkpoint)}"
-        raise ValueError(f"--draft: {file} is no checkpoint of a drafter (no draft_config, {held}).")
-    for name in ("draft_config", "state_dict"):
-        if not isinstance(checkpoint.get(name), dict):
-            raise ValueError(f"--draft: {file} is damaged: its {name} is absent or no mapping. {_ANOTHER}")
-    model = DraftModel(DraftConfig.from_dict(checkpoint["draft_config"]))
-    prefix = "model."
-    state = {k.removeprefix(prefix): v for k, v in checkpoint["state_dict"].items() if k.startswith(prefix)}
-    try:
-        model.load_state_dict(state)
-    except RuntimeError as error:  # lists the tensors that are missing, unknown or of another shape
-        raise ValueError(f"--draft: the tensors in {file} are not its drafter's. {_ANOTHER}\n{error}") from error
-    return model.eval()
+    found = find_weights(path, setting="--draft")
+    return FoundDraft(found.model, found.source, _recipe_above(found.source), found.measured)
 
 
 def _recipe_above(checkpoint: Path) -> dict[str, Any]:
-    for folder in checkpoint.resolve().parents[:2]:
-        if (folder / RECIPE_FILE).exists():
-            return read_recipe(folder / RECIPE_FILE)
-    return {}
+    folder = run_of(checkpoint)
+    return {} if folder is None else read_recipe(folder / RECIPE_FILE)
+
+
+def run_of(checkpoint: Path) -> Path | None:
+    """The run's folder that a checkpoint lies in; null for one that was copied away, and for a folder."""
+    if not checkpoint.is_file():
+        return None
+    return next((folder for folder in checkpoint.resolve().parents[:2] if (folder / RECIPE_FILE).exists()), None)
 
 
 def check_device(name: str | None) -> None:

@@ -13,6 +13,7 @@ from dflash_lightning.decoding import DecodingSettings
 from dflash_lightning.decoding.evaluation import Evaluator
 from dflash_lightning.run import json_text, machine, versions
 from dflash_lightning.target import FrozenTarget
+from dflash_lightning.target.served import served_line, served_settings
 
 
 def evaluate(args: argparse.Namespace) -> int:
@@ -26,6 +27,9 @@ def evaluate(args: argparse.Namespace) -> int:
     check_room(settings, target, ids)
     evaluation = Evaluator(target, draft.model, ids, settings, num_checked=len(ids))()
     print(evaluation.table(f"{draft.source} on {args.prompts}"))
+    served = served_line(target, vars(settings))
+    if served is not None:
+        print(f"  {served}")
     if args.json:
         report: dict[str, Any] = {
             **evaluation.summary(),
@@ -35,6 +39,8 @@ def evaluate(args: argparse.Namespace) -> int:
             "target": target.facts.name,
             "dtype": str(target.dtype).removeprefix("torch."),
             "decoding": vars(settings),
+            "generation_config": served_settings(target),
+            "served": served,
             "device": str(target.device),
             "machine": machine(),
             "versions": versions(),

@@ -21,8 +21,9 @@ from dflash_lightning.data.documents import DataSummary, DocumentMaker, RowOutco
 from dflash_lightning.data.inspection import BlockAccount, PromptOverlap, supervised_text, training_rows
 from dflash_lightning.data.process import TrainingRows
 from dflash_lightning.data.sources import Source
+from dflash_lightning.files import RECIPE_FILE
 from dflash_lightning.recipe import RecipeError, list_faults, load_recipe, make_target
-from dflash_lightning.recipe_load import RECIPE_FILE, recipe_names
+from dflash_lightning.recipe_load import recipe_names
 from dflash_lightning.recipe_make import make
 from dflash_lightning.target import TargetText, load_text
 

@@ -14,6 +14,7 @@ from typing import Any
 from dflash_lightning.commands.drafts import FoundDraft, find_draft, open_target_of
 from dflash_lightning.commands.evaluate import settings_of
 from dflash_lightning.commands.report_text import failures, table
+from dflash_lightning.commands.run_figures import REPORT_FILE
 from dflash_lightning.data import load_prompts, render_prompt
 from dflash_lightning.data.overlap import ngram_overlap
 from dflash_lightning.data.rows import ChatRow, TextRow, TokenRow
@@ -25,8 +26,7 @@ from dflash_lightning.files import find_file
 from dflash_lightning.run import RunFolder, file_digest, json_text, machine, versions
 from dflash_lightning.target import FrozenTarget
 from dflash_lightning.target.reference import reference_outputs
-
-REPORT_FILE = "report.json"
+from dflash_lightning.target.served import served_line, served_settings
 
 
 def report(args: argparse.Namespace) -> int:
@@ -98,6 +98,9 @@ def _measure(args: argparse.Namespace, draft: FoundDraft) -> dict[str, Any]:
         "prompts_file": str(args.prompts),
         "max_new_tokens": settings.max_new_tokens,
         "dtype": str(target.dtype).removeprefix("torch."),
+        "generation_config": served_settings(target),
+        "served": served_line(target, vars(settings)),
+        "measured_at": time.time(),
         "device": str(target.device),
         "machine": machine(),
         "target": target.facts.name,

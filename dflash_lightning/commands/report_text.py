@@ -30,6 +30,8 @@ def table(figures: dict[str, Any]) -> str:
         ("faster than transformers.generate", f"{figures['speedup_over_transformers_generate']:.2f}x"),
         ("timed on", _hardware(figures)),
     ]
+    if figures.get("served"):
+        rows.append(("as it is served", figures["served"]))
     if figures["overlap_with_training"] is not None:
         overlap = figures["overlap_with_training"]
         shared = f"{overlap['ngram_share']:.1%} of the prompts'"
