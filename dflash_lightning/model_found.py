@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,7 @@ def _load(folder: Path) -> DraftModel:
 
 
 def _from_hub(path: str, setting: str) -> FoundWeights:
+    print(f"{setting}: there is no {path} here; looking for it on the hub ...", file=sys.stderr, flush=True)
     try:
         return FoundWeights(_load(Path(path)), Path(path))
     except OSError as error:

@@ -71,11 +71,11 @@ def serving(exporter: Exporter, config: DraftConfig, facts: ExportFacts, folder:
 def positions(config: DraftConfig, facts: ExportFacts) -> str:
     """How far the drafter's positions reach, and how far it was trained."""
     reach = config.max_position_embeddings
-    text = f"It states {reach} positions, as many as the target is served with."
+    text = f"The drafter states {reach} positions, as many as the target is served with."
     if facts.trained_length is not None and facts.trained_length < reach:
         text += (
-            f" It was trained on rows of at most {facts.trained_length} tokens: behind that its drafts were never "
-            "measured and may be accepted less often. Answers stay the target's own."
+            f" It was trained on at most {facts.trained_length} of them: drafts behind that were never measured and "
+            "may be accepted less often. Answers stay the target's own."
         )
     return text
 
@@ -83,12 +83,12 @@ def positions(config: DraftConfig, facts: ExportFacts) -> str:
 def _served(exporter: Exporter, served: Mapping[str, Any]) -> str:
     """What the target's generation_config asks for, what the consumer makes of it, and that the command is without."""
     text = f"The target's generation_config asks for {in_words(served)}. "
-    applied = exporter.applied(served)
+    applied, server = exporter.applied(served), exporter.server or exporter.consumer
     if not applied:
-        return f"{text}{exporter.consumer} applies none of it, and neither figures nor replay have it."
+        return f"{text}{server} applies none of it, and neither figures nor replay have it."
     what = "it" if applied == dict(served) else in_words(applied)
     return (
-        f"{text}{exporter.consumer} applies {what} by default. The command above switches that off, because figures "
+        f"{text}{server} applies {what} by default. The command above switches that off, because figures "
         "and replay are of plain greedy decoding: served otherwise, answers are others and drafts are accepted less "
         "often. Measure that before you rely on the figures."
     )

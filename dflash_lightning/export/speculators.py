@@ -39,6 +39,7 @@ class SpeculatorsExporter(Exporter):
     name = "speculators"
     consumer = "speculators"
     read_in = "speculators 0.9.0 (models/dflash) and vllm 0.33.0 (transformers_utils/configs/speculators)"
+    server = "vLLM"
     applies = SERVERS_READ
     plainly = PLAINLY
     holds_reduced_vocabulary = True
