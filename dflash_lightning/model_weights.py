@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -55,16 +56,35 @@ def check_stored(folder: str | Path, **hub: Any) -> None:
                 kind = str(stored.get_slice(name).get_dtype())
                 if name not in IDS and kind not in _NUMBERS:
                     codes[name] = kind
-    _refuse_codes(codes, str(folder))
+    _refuse_codes(codes or _codes_of_pickle(folder, **hub), str(folder))
+
+
+def _codes_of_pickle(folder: str | Path, **hub: Any) -> dict[str, str]:
+    """The same of a folder whose weights are in torch's own format; what cannot be read is left to the loader."""
+    quiet = {"_raise_exceptions_for_missing_entries": False, **hub}
+    if _weight_files(folder, **hub) or (file := cached_file(str(folder), "pytorch_model.bin", **quiet)) is None:
+        return {}
+    try:
+        state = torch.load(str(file), map_location="meta", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError):
+        return {}
+    return {name: str(v.dtype).removeprefix("torch.") for name, v in state.items() if is_code(name, v)}
 
 
 def _weight_files(folder: str | Path, **hub: Any) -> list[str]:
-    """The safetensors files of a folder or repository; none where the weights are kept otherwise."""
+    """The safetensors files of a folder or repository; none where the weights are kept otherwise.
+
+    Raises:
+        ValueError: the index is damaged.
+    """
     quiet = {"_raise_exceptions_for_missing_entries": False, **hub}
     index = cached_file(str(folder), "model.safetensors.index.json", **quiet)
     names = ["model.safetensors"]
     if index is not None:
-        names = sorted({*json.loads(Path(str(index)).read_text(encoding="utf-8"))["weight_map"].values()})
+        try:
+            names = sorted({*json.loads(Path(str(index)).read_text(encoding="utf-8"))["weight_map"].values()})
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{index} is no index of weights ({error!r}). Copy or export the folder again.") from error
     found = (cached_file(str(folder), name, **quiet) for name in names)
     return [str(file) for file in found if file is not None]
 

@@ -73,7 +73,8 @@ class DraftModule(LightningModule):
         target: the frozen model; its embedding and language head serve the drafter.
         loss: terms by name; the training loss is the sum of ``coef * numerator / denominator`` over them.
         draft_vocabulary: ``"data"`` limits the drafter to the token ids that occur in the training rows; null uses all.
-        init_from: a drafter's folder whose weights training starts from; it must have been made for this target.
+        init_from: a run folder, a checkpoint or a drafter's folder whose weights training starts from; it must have
+            been made for this target.
         seed: decides the drafter's initial weights.
     """
 

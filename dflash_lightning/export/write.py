@@ -24,6 +24,7 @@ from dflash_lightning.files import RECIPE_FILE
 from dflash_lightning.model import DraftModel
 from dflash_lightning.model_config import identify
 from dflash_lightning.model_files import file_names, write_folder
+from dflash_lightning.model_weights import check_tensors
 from dflash_lightning.target import FrozenTarget, check_mask_token_id
 from dflash_lightning.target.served import served_positions
 
@@ -71,6 +72,7 @@ def export(
     _refuse_what_it_cannot_hold(exporter, config, facts)
     rounded = _rounded(draft, DTYPES[dtype]).to(target.device)  # type: ignore[arg-type]
     tensors = exporter.tensors(_state(rounded, DTYPES[dtype]), facts)
+    check_tensors(tensors, "draft")
     raw = exporter.config(config, facts)
     recorded = record(target, rounded, prompts, max_new_tokens=max_new_tokens)
     _prove(exporter, raw, tensors, recorded, target)

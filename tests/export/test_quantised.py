@@ -16,7 +16,7 @@ from dflash_lightning.block import Anchored
 from dflash_lightning.commands.drafts import find_draft
 from dflash_lightning.conditioning import KVInjection
 from dflash_lightning.drafter import BlockTransformer
-from dflash_lightning.export import FORMATS, Exported, check
+from dflash_lightning.export import FORMATS, Exported, check, export
 from dflash_lightning.head import MarginalHead
 from dflash_lightning.model_found import find_weights
 from dflash_lightning.model_start import DraftPlan
@@ -123,3 +123,31 @@ def test_a_checkpoint_of_a_run_is_held_to_the_same(tmp_path, fitted, kind):
     for setting in ("--draft", "init_from"):
         with pytest.raises(ValueError, match=f"{setting}: .*a.ckpt: {message}"):
             find_weights(tmp_path / "a.ckpt", setting=setting)
+
+
+def test_a_drafter_that_has_diverged_is_not_exported(tmp_path, tiny_target, make_draft):
+    draft = make_draft(tiny_target)
+    with torch.no_grad():
+        draft.conditioning.fc.weight[0, 0] = float("nan")
+    with pytest.raises(ValueError, match=r"draft: 1 of its \d+ tensors hold NaN or infinity \(fc.weight\)"):
+        export(draft, tiny_target, tmp_path / "out", format="zlab", prompts=[[1, 2, 3]])
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"weight_map": 3}', "{}"])
+def test_a_damaged_index_is_named(damaged, content):
+    folder = damaged("zlab")
+    (folder / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(ValueError, match=r"model\.safetensors\.index\.json is no index of weights"):
+        find_draft(str(folder))
+
+
+def test_codes_in_torchs_own_format_are_refused_too(damaged):
+    folder = damaged("zlab")
+    state = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    torch.save(state, folder / "pytorch_model.bin")
+    find_draft(str(folder))
+    torch.save({**state, "fc.weight": int8(state["fc.weight"])}, folder / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"1 tensors hold no plain numbers but int8 \(fc.weight\)"):
+        find_draft(str(folder))
