@@ -106,8 +106,11 @@ def load_draft_weights(
         source, config = source_of(raw), _make_config(raw, path)
     else:
         check_unquantised(config.to_dict(), str(path))
-    with torch.device("meta"):
-        names = file_names(cls(config))
+    try:
+        with torch.device("meta"):
+            names = file_names(cls(config))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
     want_info = kwargs.pop("output_loading_info", False)
     mapping = _key_mapping(names, source)
     kwargs |= {"key_mapping": mapping, "output_loading_info": True, "ignore_mismatched_sizes": True}

@@ -275,12 +275,20 @@ def _check_files(tree: dict[str, Any]) -> Iterator[Fault]:
     for where, value in _select_all(tree, _SOURCE_KEYS):
         if fits(value, TrainFiles):  # reported where it does not
             yield from _check_sources(value, where)
-    if isinstance(tree.get("init_from"), str):
-        yield from _check_found(partial(find_draft_place, tree["init_from"], setting="init_from"), "init_from")
+    yield from _check_start(tree.get("init_from"), tree.get("run_dir"))
     target = tree.get("target")
     source = target.get("source") if isinstance(target, dict) else None
     if isinstance(source, str):
         yield from _check_found(lambda: locate_target(source), "target.source")
+
+
+def _check_start(start: Any, run_dir: Any) -> Iterator[Fault]:
+    """What a run starts from is there, and is not what it writes itself."""
+    if not isinstance(start, str):
+        return
+    yield from _check_found(partial(find_draft_place, start, setting="init_from"), "init_from")
+    if isinstance(run_dir, str) and Path(start).expanduser().resolve().is_relative_to(Path(run_dir).resolve()):
+        yield Fault("init_from", f"{start} lies in run_dir={run_dir}, which this run writes", "choose another run_dir")
 
 
 def _check_sources(value: Any, where: str) -> Iterator[Fault]:

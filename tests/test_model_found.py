@@ -128,6 +128,15 @@ def test_what_is_not_there_is_said_with_the_recipes_other_faults(here, capsys):
         assert words in error and "/nowhere" in error, error
 
 
+@pytest.mark.parametrize("start", ["runs/a", "runs/a/checkpoints/best.ckpt"])
+def test_a_run_does_not_start_from_what_it_writes(here, capsys, start):
+    """With --fresh the folder would be renamed before it is read."""
+    arguments = [*SMOKE, "data.train=a.jsonl", f"init_from={start}", "run_dir=runs/a", "--fresh"]
+    assert main(["fit", *arguments]) == 2
+    assert f"init_from: {start} lies in run_dir=runs/a, which this run writes" in capsys.readouterr().err
+    assert (here / "runs/a/checkpoints/best.ckpt").exists()
+
+
 def test_a_name_of_two_words_may_be_a_hub_repository(here, monkeypatch):
     """Offline here, so it cannot be read; a path below a folder that exists is none, and is not looked for there."""
 
