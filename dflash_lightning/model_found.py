@@ -22,8 +22,8 @@ _PREFIX = "model."  # of the drafter's tensors in a checkpoint
 class FoundWeights:
     """A drafter in eval mode and fp32, and where it was read.
 
-    ``measured`` is what the run's own evaluation found of these very weights (``decode/tau`` and the like, ``step``);
-    empty for a folder, and where the run had no evaluation at that step.
+    ``measured`` is what the run's own evaluation found of these very weights (``decode/tau`` and the like), as far as
+    the checkpoint says, and its ``step``; empty for a folder.
     """
 
     model: DraftModel
@@ -90,10 +90,12 @@ def read_checkpoint(file: Path, *, setting: str) -> FoundWeights:
 
 def _measured(checkpoint: dict[str, Any]) -> dict[str, float]:
     """The entry of the evaluation's history that was made of the weights in this checkpoint."""
-    callbacks = checkpoint.get("callbacks") or {}
-    for state in callbacks.values():
+    step = checkpoint.get("global_step")
+    if step is None:
+        return {}
+    for state in (checkpoint.get("callbacks") or {}).values():
         history = state.get("history") if isinstance(state, dict) else None
         for entry in reversed(history or []):
-            if entry.get("step") == checkpoint.get("global_step"):
+            if entry.get("step") == step:
                 return {str(name): float(value) for name, value in entry.items()}
-    return {}
+    return {"step": float(step)}  # the last checkpoint is written before it is measured

@@ -42,21 +42,24 @@ def _report(draft: FoundDraft, folder: RunFolder) -> dict[str, Any] | None:
 
 
 def _evaluated(draft: FoundDraft, folder: RunFolder) -> dict[str, Any] | None:
-    measured = draft.measured
-    if "decode/tau" not in measured:
+    measured, state = draft.measured, folder.state
+    tau, step = measured.get("decode/tau"), measured.get("step")
+    if tau is None and state.get("finished") and step == state.get("optimizer_steps"):
+        tau = state.get("tau")  # of the last checkpoint, which is written before it is measured
+    if tau is None or step is None:
         return None
     settings = draft.recipe.get("callbacks", {}).get("speculative_eval") or {}
     decoding = settings.get("decoding") or {}
     names = ("batch_size", "max_new_tokens", "temperature")
     identical = measured.get("decode/identical_share")
     return {
-        "tau": measured["decode/tau"],
-        "step": int(measured["step"]),
+        "tau": tau,
+        "step": int(step),
         "accepted_share": measured.get("decode/accepted_share"),
         "identical_share": identical if identical == identical else None,
         "prompts_file": settings.get("prompts"),
         "prompts": _count(settings, folder),
-        "measured_at": folder.state.get("finished_at"),
+        "measured_at": state.get("finished_at"),
         **{name: decoding.get(name) for name in names},
     }
 

@@ -70,8 +70,8 @@ def test_the_format_that_counts_windows_otherwise_refuses_before_the_target_is_l
     assert "counts a sliding window from the block's anchor" in capsys.readouterr().err
 
 
-def card_of(out: str) -> str:
-    arguments = ["--draft", "runs/a", "--format", "zlab", "--out", out, "--max-new-tokens", "4", "--replace"]
+def card_of(out: str, draft: str = "runs/a") -> str:
+    arguments = ["--draft", draft, "--format", "zlab", "--out", out, "--max-new-tokens", "4", "--replace"]
     assert main(["export", *arguments]) == 0
     return Path(out, "README.md").read_text()
 
@@ -86,6 +86,16 @@ def test_the_card_has_the_figures_of_the_runs_own_evaluation(here):
     assert f"| measured on | {day} |" in card and "| decoded together, for tau | " in card
     assert "speed was not measured" in card and "prompts of that kind" in card and "faster than" not in card
     assert "trained on at most 96 of them" in card
+
+
+def test_the_last_checkpoint_has_the_figure_of_run_json(here):
+    """It is written before it is measured, so that it does not hold its own figures."""
+    state = json.loads((here / "runs/a/run.json").read_text())
+    card = card_of("last", "runs/a/checkpoints/last.ckpt")
+    assert f"| tokens per round (tau), pooled | {state['tau']:.2f} |" in card
+    assert f"| optimizer steps | {state['optimizer_steps']} |" in card
+    (here / "copied.ckpt").write_bytes((here / "runs/a/checkpoints/last.ckpt").read_bytes())
+    assert "Nothing was measured" in card_of("copied", "copied.ckpt")
 
 
 def test_prompts_that_have_changed_since_are_not_counted(here):
