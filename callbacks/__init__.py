@@ -4,6 +4,9 @@ if __name__ != "dflash_lightning.callbacks":
     raise ImportError("import dflash_lightning.callbacks; the bare folder name is not a package")
 
 from dflash_lightning.callbacks.checkpoint_io import AtomicCheckpointIO
+from dflash_lightning.callbacks.csv_logger import AppendingCSVLogger
 from dflash_lightning.callbacks.speculative_eval import SpeculativeEval
+from dflash_lightning.callbacks.stopping import Stopper
+from dflash_lightning.callbacks.training_bar import TrainingBar
 
-__all__ = ["AtomicCheckpointIO", "SpeculativeEval"]
+__all__ = ["AppendingCSVLogger", "AtomicCheckpointIO", "SpeculativeEval", "Stopper", "TrainingBar"]

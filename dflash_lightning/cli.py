@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable, Sequence
 
 from dflash_lightning.commands.grammar import make_parser
+from dflash_lightning.quiet import quiet
 from dflash_lightning.recipe_faults import hint_for
 
 
@@ -20,7 +21,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     args = _parse(argv)
     try:
-        status = _RUN[args.command](args)
+        with quiet():
+            status = _RUN[args.command](args)
         sys.stdout.flush()
         return status
     except KeyboardInterrupt:
@@ -80,11 +82,11 @@ def _complain(message: str, status: int) -> int:
 def _fit(args: argparse.Namespace) -> int:
     from dflash_lightning.commands.early import nothing_to_fit
 
-    if nothing_to_fit(args.recipe, args.overrides, anew=args.fresh):
+    if nothing_to_fit(args.recipe, args.overrides, anew=args.fresh or args.dry_run or bool(args.extend)):
         return 0
     from dflash_lightning.commands.fit import fit
 
-    return fit(args.recipe, args.overrides, fresh=args.fresh)
+    return fit(args.recipe, args.overrides, fresh=args.fresh, extend=args.extend, dry_run=args.dry_run)
 
 
 def _evaluate(args: argparse.Namespace) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -15,8 +16,8 @@ from dflash_lightning.draft_config import DraftConfig
 from dflash_lightning.drafter import Drafter
 from dflash_lightning.head import DraftHead
 from dflash_lightning.model import DraftModel, make_draft_config
-from dflash_lightning.model_checkpoint import open_draft, open_draft_config
 from dflash_lightning.model_config import identify
+from dflash_lightning.model_found import find_draft_config, find_weights
 from dflash_lightning.target import FrozenTarget, check_layer_ids, check_mask_token_id, choose_mask_token_id
 from dflash_lightning.target.mask_token import UsedIds, check_mask_row
 from dflash_lightning.types import TargetFacts
@@ -104,7 +105,9 @@ class DraftPlan:
 
     def _check_start(self, facts: TargetFacts) -> None:
         assert self.init_from is not None
-        theirs = open_draft_config(self.init_from, setting="init_from")
+        theirs = find_draft_config(self.init_from, setting="init_from")
+        if theirs is None:
+            return  # on the hub: read with its weights
         plan = replace(self, conditioning=copy.copy(self.conditioning))  # what is left open is filled in
         plan._fill_in(theirs)
         plan._agree(theirs, facts)
@@ -132,15 +135,15 @@ class DraftPlan:
         What it says of its target is replaced by what this target is; its own settings stay as they are.
         """
         assert self.init_from is not None
-        with torch.device("cpu"):  # not where Lightning builds modules: transformers would take that as a device map
-            model = open_draft(self.init_from, setting="init_from").train()
+        model = find_weights(self.init_from, setting="init_from").model.train()
         theirs = model.config
         target.check_draft(theirs)
         check_mask_token_id(theirs.mask_token_id, target, used_ids)
         self._fill_in(theirs)
         self._agree(theirs, target.facts)
+        _say_what_is_outside(model, used_ids)
         theirs.num_target_layers, theirs.vocab_size = target.facts.num_layers, target.facts.vocab_size
-        theirs.target = identify(target.facts)
+        theirs.target, theirs.max_position_embeddings = identify(target.facts), target.facts.max_positions
         return model
 
     def _fill_in(self, theirs: DraftConfig) -> None:
@@ -164,9 +167,26 @@ class DraftPlan:
         for axis, part in ours.components.items():
             pairs[axis] = part["name"], theirs.components.get(axis, {}).get("name")
         differing = [f"{name} is {a!r} in the recipe, {b!r} there" for name, (a, b) in pairs.items() if a != b]
+        if self.draft_vocabulary == "data" and theirs.draft_vocab_size is None:
+            differing.append("draft_vocabulary is 'data' in the recipe, the whole vocabulary there")
         if differing:
             raise ValueError(
                 f"init_from: the drafter in {self.init_from} is not the one the recipe describes "
                 f"({'; '.join(differing)}). Set these in the recipe to what the drafter has (or to null, where that is "
-                "allowed), or train from scratch."
+                "allowed), or train from scratch. A drafter of a part of the vocabulary is continued with "
+                "draft_vocabulary=data, and keeps the tokens that it has."
             )
+
+
+def _say_what_is_outside(model: DraftModel, used_ids: UsedIds) -> None:
+    """A drafter keeps the tokens it was made with: those of other training rows may not be among them."""
+    if model.config.draft_vocab_size is None:
+        return
+    kept = set(model.draft_vocab.tolist())
+    if outside := len(set(used_ids) - kept):
+        warnings.warn(
+            f"init_from: the drafter keeps its own {len(kept)} tokens; {outside} of the {len(used_ids)} that occur in "
+            "data.train are not among them: it can never propose those, and learns nothing where they are the label. "
+            "Train from scratch for a vocabulary of these rows.",
+            stacklevel=2,
+        )

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
 from lightning.pytorch import LightningModule
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
-from torch import Tensor
+from torch import Tensor, nn
 
 from dflash_lightning.block import BlockConstructor
 from dflash_lightning.conditioning import Conditioning
@@ -28,39 +27,12 @@ from dflash_lightning.head import DraftHead
 from dflash_lightning.loss import LossTerm
 from dflash_lightning.model import DraftModel
 from dflash_lightning.model_start import DraftPlan
+from dflash_lightning.module_guard import ADVICE, Diverged, ScaleGuard, StepGuard, StepRecord, check_trainer
+from dflash_lightning.module_log import StepLog
+from dflash_lightning.module_optim import LengthChange, OptimSettings, gradients, length_change, set_rates
 from dflash_lightning.ops.lm_head import Argmax, LanguageHead, View
-from dflash_lightning.schedule import warmup_cosine
 from dflash_lightning.target import FrozenTarget
-from dflash_lightning.types import BlockLayout, FeatureSpec, SlotTotals, StepContext, TrainBatch
-
-
-@dataclass(frozen=True)
-class OptimSettings:
-    """AdamW with linear warm-up and a half cosine; every length is counted in optimizer steps.
-
-    ``warmup_steps`` wins over ``warmup_fraction`` (of all optimizer steps) when it is given.
-    """
-
-    lr: float  # the highest learning rate
-    betas: tuple[float, float] = (0.9, 0.999)  # of AdamW's running means
-    weight_decay: float = 0.0  # of AdamW
-    warmup_fraction: float = 0.04  # of all optimizer steps
-    warmup_steps: int | None = None  # optimizer steps; null goes by warmup_fraction
-    final_fraction: float = 0.0  # of lr that is left at the last step
-
-    def __post_init__(self) -> None:
-        if not self.lr > 0:
-            raise ValueError(f"optim.lr: {self.lr} does not move the weights. Use a positive number, such as 6e-4.")
-        if not 0 <= self.warmup_fraction < 1:
-            raise ValueError(
-                f"optim.warmup_fraction: {self.warmup_fraction} is not a share of the run. Use 0 <= fraction < 1, "
-                "or set optim.warmup_steps to count optimizer steps."
-            )
-
-    def factor(self, step: int, total_steps: int) -> float:
-        """Learning-rate factor of optimizer step ``step`` (0-based) of ``total_steps``."""
-        warmup = self.warmup_steps if self.warmup_steps is not None else math.ceil(self.warmup_fraction * total_steps)
-        return warmup_cosine(step, warmup_steps=warmup, total_steps=total_steps, final_fraction=self.final_fraction)
+from dflash_lightning.types import FeatureSpec, SlotTotals, StepContext, TargetFeatures, TrainBatch
 
 
 class DraftModule(LightningModule):
@@ -73,7 +45,8 @@ class DraftModule(LightningModule):
         target: the frozen model; its embedding and language head serve the drafter.
         loss: terms by name; the training loss is the sum of ``coef * numerator / denominator`` over them.
         draft_vocabulary: ``"data"`` limits the drafter to the token ids that occur in the training rows; null uses all.
-        init_from: a drafter's folder whose weights training starts from; it must have been made for this target.
+        init_from: a run folder, a checkpoint or a drafter's folder whose weights training starts from; it must have
+            been made for this target.
         seed: decides the drafter's initial weights.
     """
 
@@ -104,18 +77,26 @@ class DraftModule(LightningModule):
         self.optim = optim
         self.model: DraftModel | None = None
         self._totals: tuple[tuple[int, int], SlotTotals] | None = None
-        self._sums: dict[str, Tensor] = {}
-        self._first_slot: Tensor | None = None
         self._initial: dict[str, int] = {}
+        self.step_log = StepLog()
+        self._window_samples: list[Tensor] = []
+        self._guard: StepGuard | None = None
+        self._norm: Tensor | None = None
+        # Of the checkpoint that is resumed: the scheduler's state, and whether the run's length had changed before.
+        self._resumed: tuple[dict[str, Any], LengthChange | None] | None = None
+        self._change: LengthChange | None = None
 
     # -- building -----------------------------------------------------------------------------------------------------
 
     def configure_model(self) -> None:
         """Build the drafter for the target and the data; does nothing when it is built already."""
+        self.prepare(self.trainer.datamodule if self._trainer is not None else None)  # type: ignore[attr-defined]
+
+    def prepare(self, data: Any | None) -> None:
+        """What ``configure_model`` does, for ``data`` (a ``DraftData`` or null); needs no trainer."""
         if self.model is None:
-            self.model = self.plan.make(self.target, self._used_ids())
+            self.model = self.plan.make(self.target, set() if data is None else data.used_ids())
         self._lm: LanguageHead = self.model.head_of(self.target.lm)
-        data = self.trainer.datamodule if self._trainer is not None else None  # type: ignore[attr-defined]
         if data is not None:
             self.model.config.chat_template_kwargs = dict(data.chat_template_kwargs)
             self._check_labels(data.summary.labels)
@@ -163,57 +144,75 @@ class DraftModule(LightningModule):
     # -- training -----------------------------------------------------------------------------------------------------
 
     def on_fit_start(self) -> None:
-        self._check_trainer()
+        check_trainer(self.trainer, self.draft_model)
         self.target.to(self.device)
         self._lm = self.draft_model.head_of(self.target.lm)
         self._initial = _checksums(self.draft_model)
-        self._totals, self._sums, self._first_slot = None, {}, None
+        self._totals, self._window_samples = None, []
+        self._guard = self._make_guard()
 
-    def _check_trainer(self) -> None:
-        """Refuse what would train silently worse, or not at all."""
-        strategy = self.trainer.strategy
-        if not isinstance(strategy, (SingleDeviceStrategy, DDPStrategy)):
-            raise ValueError(
-                f"trainer.strategy: {type(strategy).__name__} is not supported: it shards or rewrites parameters that "
-                "are read by name here. A drafter is small: use one device or trainer.strategy=ddp."
-            )
-        if any(p.dtype != torch.float32 for p in self.draft_model.parameters()):
-            raise ValueError(
-                f"trainer.precision: {self.trainer.precision} keeps the drafter's weights in half precision, where "
-                "small updates are lost (norm weights would stay exactly 1). Use bf16-mixed or 32-true."
-            )
+    def _make_guard(self) -> StepGuard:
+        named = {name: p for name, p in self.draft_model.named_parameters() if p.requires_grad}
+        if self._scaled:
+            return ScaleGuard(list(named), list(named.values()))
+        return StepGuard(list(named), list(named.values()), late=self.device.type == "cuda")
+
+    @property
+    def _scaled(self) -> bool:
+        """Whether gradients are scaled against underflow (float16)."""
+        return getattr(self.trainer.precision_plugin, "scaler", None) is not None
 
     def on_train_start(self) -> None:
         for optimizer in self.trainer.optimizers:
             moments = [v for state in optimizer.state.values() for k, v in state.items() if k != "step"]
             assert all(v.dtype == torch.float32 for v in moments), "optimizer state was restored in half precision"
+        set_rates(config.scheduler for config in self.trainer.lr_scheduler_configs)
+        self.step_log = StepLog()
 
     def training_step(self, batch: TrainBatch, batch_idx: int) -> Float[Tensor, ""]:
-        layout, context = batch.layout, self._step_context()
-        features = batch.features
+        views, features = self.views(batch)
+        if self._metrics_due():
+            views["main"].plan(Argmax())  # answered in the same pass as the losses
+        shares = self.loss_shares(batch, views, features, self._step_context(), self._window_totals(batch))
+        for name, (_, share) in shares.items():
+            self.step_log.add(f"train/loss/{name}", share)
+        loss = torch.stack([coef * share for coef, share in shares.values()]).sum()
+        self.step_log.add("train/loss", loss)
+        self.step_log.add("tokens", (batch.doc_ids >= 0).sum().float())
+        self._window_samples.append(batch.sample_ids)
+        if self._metrics_due():
+            self.step_log.count_correct(views["main"], batch.layout)
+        if self._guard is not None:
+            self._guard.settle()
+        # DDP averages gradients over ranks and Lightning divides by the accumulation: undo both, the totals cover them.
+        return loss * (self.trainer.world_size * self.trainer.accumulate_grad_batches)
+
+    def views(self, batch: TrainBatch) -> tuple[dict[str, View], TargetFeatures]:
+        """What the losses ask about, and the target's features; they are made here where the batch has none."""
+        layout, features = batch.layout, batch.features
         if features is None:
             features = self.target.features(batch.input_ids, batch.position_ids, self.required(), packed=batch.packed)
         hidden = self.draft_model.block_hidden(
             self.target.embed(layout.input_ids), layout, features, batch.position_ids
         )
-        views = self.draft_model.views(hidden, layout, self._lm)
-        if self._metrics_due():
-            views["main"].plan(Argmax())  # answered in the same pass as the losses
+        return self.draft_model.views(hidden, layout, self._lm), features
 
-        totals = self._window_totals(batch)
+    def loss_shares(
+        self,
+        batch: TrainBatch,
+        views: dict[str, View],
+        features: TargetFeatures,
+        context: StepContext,
+        totals: SlotTotals,
+    ) -> dict[str, tuple[float, Float[Tensor, ""]]]:
+        """Coefficient of every loss term, and this micro-batch's share of the term of a window with ``totals``."""
         shift = self.draft_model.alignment.shift
-        # DDP averages gradients over ranks and Lightning divides by the accumulation: undo both, the totals cover them.
-        undo = self.trainer.world_size * self.trainer.accumulate_grad_batches
-        loss = hidden.new_zeros((), dtype=torch.float32)
+        shares = {}
         for name, term in self.terms.items():
             denominator = term.denominator(totals, shift)
-            share = term.numerator(views, layout, features, context) / torch.where(denominator > 0, denominator, 1.0)
-            loss = loss + term.coef(context) * share
-            self._add(f"train/loss/{name}", share)
-        self._add("train/loss", loss)
-        if self._metrics_due():
-            self._count_correct(views["main"], layout)
-        return loss * undo
+            numerator = term.numerator(views, batch.layout, features, context)
+            shares[name] = (term.coef(context), numerator / torch.where(denominator > 0, denominator, 1.0))
+        return shares
 
     def _step_context(self) -> StepContext:
         return StepContext(self.global_step, int(self.trainer.estimated_stepping_batches), self.current_epoch)
@@ -238,63 +237,80 @@ class DraftModule(LightningModule):
         period = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
         return period > 0 and (self.global_step + 1) % period == 0
 
-    def _add(self, name: str, value: Tensor) -> None:
-        value = value.detach()
-        self._sums[name] = self._sums[name] + value if name in self._sums else value
-
-    @torch.no_grad()
-    def _count_correct(self, view: View, layout: BlockLayout) -> None:
-        (guess,) = view.scalars(Argmax())
-        self._add("correct", ((guess == layout.labels) & layout.scored).sum((0, 1)).float())
-        self._add("scored", layout.scored.sum((0, 1)).float())
-
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Log the finished accumulation window: sums over micro-batches and ranks, so no split changes a number."""
-        names = sorted(self._sums)
-        sizes = [self._sums[name].numel() for name in names]
-        vector = self._sum_over_ranks(torch.cat([self._sums[name].flatten() for name in names]))
-        reduced = dict(zip(names, vector.split(sizes), strict=True))
-        self._sums = {}
-        correct, scored = reduced.pop("correct", None), reduced.pop("scored", None)
-        for name, value in reduced.items():
-            self.log(name, value.squeeze(), prog_bar=name == "train/loss", batch_size=1)
-        if correct is None or scored is None:
-            return
-        self.log("train/accuracy", correct.sum() / scored.sum().clamp(min=1), prog_bar=True, batch_size=1)
-        first = self.draft_model.alignment.first_slot
-        for slot in range(first, len(correct)):
-            value = correct[slot] / scored[slot].clamp(min=1)
-            self.log(f"train/accuracy/slot_{slot - first + 1}", value, batch_size=1)
-        pair = torch.stack([correct[first], scored[first]])
-        self._first_slot = pair if self._first_slot is None else self._first_slot + pair
+        """Log the finished accumulation window: sums over micro-batches and ranks, so no split changes a number.
 
-    def take_first_slot(self) -> tuple[int, int]:
-        """First drafts that were right, and all of them, in the logged steps since the last call, over all ranks."""
-        right, counted = (0, 0) if self._first_slot is None else self._first_slot.tolist()
-        self._first_slot = None
-        return int(right), int(counted)
+        The gradients' norm is computed once, here: for the log, for the check and for clipping.
+
+        Raises:
+            Diverged: loss or gradients are not finite.
+        """
+        reduced = self.step_log.reduce(self._sum_over_ranks)
+        self._norm = nn.utils.get_total_norm(gradients(optimizer))
+        samples, self._window_samples = self._window_samples, []
+        rate = optimizer.param_groups[0]["lr"]
+        if self._guard is not None:
+            loss = reduced["train/loss"].squeeze()
+            record = StepRecord(self.global_step + 1, self.current_epoch, rate, loss, self._norm, samples)
+            self._guard.judge(record, optimizer)
+        shown = ("train/loss", "train/accuracy")
+        first = self.draft_model.alignment.first_slot
+        for name, value in self.step_log.figures(reduced, self._norm, rate, first).items():
+            self.log(name, value, prog_bar=name in shown, batch_size=1)
 
     # -- optimizer and checkpoints ------------------------------------------------------------------------------------
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: int | float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip with the norm that is known already.
+
+        Lightning's own way refuses every fused optimizer under mixed precision, because with a scaler (float16) it
+        would see scaled gradients. bfloat16 has none, and float16 gets an optimizer that is not fused.
+        """
+        if not gradient_clip_val:
+            return
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if gradient_clip_algorithm == "value":
+            nn.utils.clip_grad_value_(parameters, float(gradient_clip_val))
+        else:
+            assert self._norm is not None
+            # A norm that is none (its step will not be made) must not spread over all gradients.
+            norm = torch.where(torch.isfinite(self._norm), self._norm, 0.0)
+            nn.utils.clip_grads_with_norm_(parameters, float(gradient_clip_val), norm)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         total = self.trainer.estimated_stepping_batches
         if math.isinf(total):
             raise ValueError("trainer: the number of steps is unbounded. Set trainer.max_epochs or trainer.max_steps.")
-        optim = self.optim
+        self._change = None
+        if self._resumed is not None:
+            self._change = length_change(self.optim, int(total), *self._resumed)
+        optim, change = self.optim, self._change
         parameters = [p for p in self.draft_model.parameters() if p.requires_grad]
-        optimizer = torch.optim.AdamW(
-            parameters,
-            lr=optim.lr,
-            betas=optim.betas,
-            weight_decay=optim.weight_decay,
-            fused=True,  # 3x faster on a CPU
-        )
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: optim.factor(step, int(total)))
+        optimizer = optim.make_optimizer(parameters, scaled=self._scaled)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: optim.factor(step, int(total), change))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add what remakes the drafter without the recipe; plain types only, so ``weights_only=True`` loads it."""
+        """Add what remakes the drafter without the recipe; plain types only, so ``weights_only=True`` loads it.
+
+        Raises:
+            Diverged: the weights are not finite, or the last step was a bad one: a good checkpoint is not replaced.
+        """
+        if self._guard is not None:
+            self._guard.settle()
+        if broken := self.broken_parameters():
+            raise Diverged(
+                f"the run diverged at optimizer step {self.global_step}: {len(broken)} of "
+                f"{len(list(self.draft_model.parameters()))} parameters hold NaN or infinity ({broken[0]} is the "
+                f"first), so nothing is saved over the earlier checkpoint.\n{ADVICE}"
+            )
         checkpoint["draft_config"] = self.draft_model.config.to_dict()
+        checkpoint["length_change"] = None if self._change is None else asdict(self._change)
         checkpoint["optim"] = {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self.optim).items()}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -309,6 +325,9 @@ class DraftModule(LightningModule):
                 f"The checkpoint's drafter is not the one this recipe builds ({lines}). "
                 "Resume with the recipe and data it was trained with, or start anew with --fresh."
             )
+        if checkpoint.get("lr_schedulers"):
+            change = checkpoint.get("length_change")
+            self._resumed = (checkpoint["lr_schedulers"][0], None if change is None else LengthChange(**change))
 
     def broken_parameters(self) -> list[str]:
         """Names of the drafter's parameter tensors that hold a NaN or an infinity: the run has diverged."""

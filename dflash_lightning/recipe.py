@@ -7,8 +7,10 @@ from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import ProgressBar
 from omegaconf import DictConfig, OmegaConf
 
+from dflash_lightning.callbacks import TrainingBar
 from dflash_lightning.module import DraftModule
 from dflash_lightning.recipe_arguments import by_import
 from dflash_lightning.recipe_check import Suggested, early_faults, find_faults
@@ -16,6 +18,7 @@ from dflash_lightning.recipe_faults import Fault, RecipeError
 from dflash_lightning.recipe_files import data_files
 from dflash_lightning.recipe_load import load_recipe, recipe_text
 from dflash_lightning.recipe_make import make, make_target
+from dflash_lightning.recipe_precision import settle_precision
 from dflash_lightning.recipe_target import target_faults
 from dflash_lightning.recipe_tree import plain_tree
 from dflash_lightning.target import FrozenTarget
@@ -92,8 +95,11 @@ def build_recipe(cfg: DictConfig) -> Parts:
 
 def _make_trainer(tree: dict[str, Any]) -> Trainer:
     callbacks = list(make(tree["callbacks"]).values())
+    if tree["trainer"].get("enable_progress_bar", True) and not any(isinstance(c, ProgressBar) for c in callbacks):
+        callbacks.append(TrainingBar())
     try:
-        return make(tree["trainer"], callbacks=callbacks)
-    except (MisconfigurationException, ValueError, TypeError) as error:  # TypeError: devices that are none
+        return make(settle_precision(tree["trainer"]), callbacks=callbacks)
+    # TypeError: devices that are none; ModuleNotFoundError: a logger whose package is not installed
+    except (MisconfigurationException, ValueError, TypeError, ModuleNotFoundError) as error:
         do = "See the trainer options (dflash recipes), or set the trainer's arguments one by one"
         raise RecipeError([Fault("trainer", str(error).rstrip("."), do)], f"recipe {tree['name']!r}") from error

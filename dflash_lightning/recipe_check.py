@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from importlib.util import find_spec
 from typing import Any, get_args
 
 from omegaconf import DictConfig
@@ -41,6 +42,10 @@ class Suggested:
     decay: float
 
 
+# A recipe written before there was such a group, or one whose trainer names its logger itself, has none.
+_OPTIONAL = {"logger"}
+
+
 def early_faults(cfg: DictConfig) -> list[Fault]:
     """What is wrong with a recipe as far as text tells, without importing what it names."""
     return find_faults(cfg, from_source)
@@ -59,12 +64,18 @@ def find_faults(cfg: DictConfig, read: Reader) -> list[Fault]:
 def _check_tree(tree: dict[str, Any], read: Reader) -> Iterator[Fault]:
     checker, module = NodeChecker(read), read(_MODULE)
     assert module is not None
-    groups = {"data": class_of(read, _DATA), "trainer": class_of(read, _TRAINER), "target": Any, "decoding": Any}
+    groups = {
+        "data": class_of(read, _DATA),
+        "trainer": class_of(read, _TRAINER),
+        "target": Any,
+        "decoding": Any,
+        "logger": Any,
+    }
     settings = {name: hint for name, hint in module.hints.items() if name != "target"}
     known = {"name": str, "run_dir": str, "callbacks": dict, **groups, **settings}
     for key in tree.keys() - known.keys():
         yield Fault(key, "unknown key", hint_for(key, known))
-    for key in known.keys() - tree.keys():
+    for key in known.keys() - tree.keys() - _OPTIONAL:
         yield Fault(key, "missing", "Derive the recipe from a shipped one (defaults: [dflash, _self_]), or add it")
     for key, hint in known.items():
         if key in ("loss", "callbacks"):
@@ -76,6 +87,7 @@ def _check_tree(tree: dict[str, Any], read: Reader) -> Iterator[Fault]:
         yield Fault("loss", "no term is given, so there is nothing to train on", "Add one, e.g. loss=cross_entropy")
     yield from _check_suggested(tree.get("target"), checker)
     yield from _check_monitors(tree.get("callbacks"))
+    yield from _check_logger(tree.get("logger"))
     yield from file_faults(tree)
 
 
@@ -100,6 +112,13 @@ def _check_monitors(callbacks: Any) -> Iterator[Fault]:
                     yield Fault(f"{where}.{key}", stale, "Remove it: every evaluation saves if it is the best")
             if node.get("save_on_train_epoch_end") is not False:
                 yield Fault(f"{where}.save_on_train_epoch_end", stale, "Set it to false: every evaluation saves then")
+
+
+def _check_logger(logger: Any) -> Iterator[Fault]:
+    """A logger whose package is missing; its class would say so only when it is made."""
+    path = str(logger.get("_target_")) if isinstance(logger, dict) else ""
+    if path.endswith("WandbLogger") and find_spec("wandb") is None:
+        yield Fault("logger", "the Python package wandb is not installed", "Run: pip install wandb; or use logger=csv")
 
 
 def _check_suggested(target: Any, checker: NodeChecker) -> Iterator[Fault]:

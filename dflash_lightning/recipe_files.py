@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from dflash_lightning.data.sources import Source, TrainFiles, make_sources
-from dflash_lightning.files import draft_place, find_file
+from dflash_lightning.files import find_draft_place, find_file
 from dflash_lightning.recipe_faults import Fault, split_message
 from dflash_lightning.recipe_hints import fits
 from dflash_lightning.recipe_nodes import faults_of
@@ -36,18 +36,26 @@ def data_files(cfg: DictConfig) -> dict[str, Path]:
 
 
 def file_faults(tree: dict[str, Any]) -> Iterator[Fault]:
-    """Files, sources and target folders that are not there."""
+    """Files, sources, drafters and target folders that are not there."""
     for where, name in select(tree, _FILES):
         if isinstance(name, str):
             yield from faults_of(partial(find_file, name, setting=where), where)
     for where, value in select(tree, _SOURCES):
         if fits(value, TrainFiles):  # reported where it does not
             yield from _source_faults(value, where)
-    if isinstance(start := tree.get("init_from"), str):
-        yield from faults_of(partial(draft_place, start, setting="init_from"), "init_from")
+    yield from _start_faults(tree.get("init_from"), tree.get("run_dir"))
     source = mapping_at(tree, "target").get("source")
     if isinstance(source, str):
         yield from faults_of(partial(locate, source), "target.source")
+
+
+def _start_faults(start: Any, run_dir: Any) -> Iterator[Fault]:
+    """What a run starts from is there, and is not what it writes itself."""
+    if not isinstance(start, str):
+        return
+    yield from faults_of(partial(find_draft_place, start, setting="init_from"), "init_from")
+    if isinstance(run_dir, str) and Path(start).expanduser().resolve().is_relative_to(Path(run_dir).resolve()):
+        yield Fault("init_from", f"{start} lies in run_dir={run_dir}, which this run writes", "Choose another run_dir")
 
 
 def _sources(value: Any, where: str) -> Iterator[tuple[str, Source]]:

@@ -1,4 +1,4 @@
-"""Which numbers a setting may hold, and combinations of right values that still cannot run.
+"""Which numbers a setting may hold.
 
 Their own classes say so late (after the weights are loaded, at the first step) or as a traceback. ``dflash show --all``
 shows the ranges.
@@ -14,8 +14,6 @@ from dflash_lightning.recipe_faults import Fault
 from dflash_lightning.recipe_tree import mapping_at, select
 
 MAX_SEED = 2**32 - 1  # numpy's generator takes no more
-# Lightning's names of float16 compute with a gradient scaler.
-_FLOAT16_MIXED = (16, "16", "16-mixed")
 _OURS = ("dflash_lightning.", "lightning.")
 
 
@@ -109,20 +107,12 @@ def range_faults(tree: dict[str, Any]) -> Iterator[Fault]:
                     whole = isinstance(number, int) and bounds.above is None and bounds.below is None
                     do = f"Set a {'whole ' if whole else ''}number {bounds}{f'; {bounds.note}' if bounds.note else ''}"
                     yield Fault(where, f"{number} is not {bounds}", do)
-    yield from _cannot_scale(tree)
 
 
 def _is_ours(tree: dict[str, Any], where: str) -> bool:
     """Whether the part that a key belongs to is one whose ranges are known."""
     parts = where.split(".")[:-1]
     return not parts or str(mapping_at(tree, *parts).get("_target_")).startswith(_OURS)
-
-
-def _cannot_scale(tree: dict[str, Any]) -> Iterator[Fault]:
-    precision = mapping_at(tree, "trainer").get("precision")
-    if isinstance(precision, int | str) and precision in _FLOAT16_MIXED:
-        what = f"{precision!r} scales gradients, and the fused AdamW cannot clip gradients that are scaled"
-        yield Fault("trainer.precision", what, "Use bf16-mixed or 32-true")
 
 
 def _is_number(value: Any) -> bool:

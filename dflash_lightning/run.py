@@ -8,7 +8,7 @@ import os
 import platform
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -20,11 +20,13 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from dflash_lightning import __version__
-from dflash_lightning.files import RECIPE_FILE, file_digest, open_locked, write_atomic
+from dflash_lightning.files import BEST_CHECKPOINT, LAST_CHECKPOINT, RECIPE_FILE, file_digest, open_locked, write_atomic
 from dflash_lightning.recipe_files import data_files
 from dflash_lightning.recipe_load import recipe_text
 
 STATE_FILE = "run.json"
+_LOG_FILES = ("events.out.tfevents.*", "metrics.csv", "hparams.yaml")
+_MAY_DIFFER = ("trainer.max_time",)  # of a session, not of the run
 _MINUTES = ("train_minutes", "evaluation_minutes")
 _BEING_WRITTEN = re.compile(rf"\.{re.escape(RECIPE_FILE)}\..+\.tmp")  # by another rank, at this moment
 _START_ANEW = "Start the run anew with dflash fit ... --fresh (the earlier one is kept)."
@@ -41,12 +43,12 @@ class RunFolder:
     @property
     def last(self) -> Path:
         """What an interrupted run resumes from."""
-        return self.path / "checkpoints" / "last.ckpt"
+        return self.path / LAST_CHECKPOINT
 
     @property
     def best(self) -> Path:
         """The best checkpoint by tokens committed per round."""
-        return self.path / "checkpoints" / "best.ckpt"
+        return self.path / BEST_CHECKPOINT
 
     @property
     def recipe(self) -> Path:
@@ -107,8 +109,16 @@ class RunFolder:
         for left_over in self.last.parent.glob(".*.partial"):
             left_over.unlink(missing_ok=True)
 
-    def check_same_run(self, cfg: DictConfig) -> None:
+    def remove_logs(self) -> None:
+        """Delete the logs of an earlier try, for a run that starts anew; only files of kinds that loggers write."""
+        for kind in _LOG_FILES:
+            for left_over in (self.path / "logs").glob(kind):
+                left_over.unlink(missing_ok=True)
+
+    def check_same_run(self, cfg: DictConfig, *, but: Collection[str] = ()) -> None:
         """Refuse to go on in the folder of another run that has something to lose.
+
+        How long a session may take (``trainer.max_time``) and the keys of ``but`` may differ.
 
         Raises:
             ValueError: the folder holds other files, or a checkpoint of another recipe or of changed data; says which
@@ -124,7 +134,7 @@ class RunFolder:
             return
         if not self.last.exists() and not self.finished:
             return  # it ended before its first checkpoint: nothing to lose
-        if differing := self._differing(cfg):
+        if differing := self._differing(cfg, but):
             listed = "\n".join(f"    {line}" for line in differing)
             raise ValueError(
                 f"run_dir: {self.path} holds a run of another recipe:\n{listed}\n"
@@ -135,11 +145,16 @@ class RunFolder:
         """Whether the folder holds a run of this recipe and of these data."""
         return self.recipe.exists() and not self._differing(cfg)
 
-    def _differing(self, cfg: DictConfig) -> list[str]:
+    def is_longer(self, cfg: DictConfig, keys: Collection[str]) -> bool:
+        """Whether ``cfg`` has another length (``keys``) than the recipe in the folder."""
+        there = OmegaConf.create(read_recipe(self.recipe, resolve=False))
+        return any(OmegaConf.select(there, key) != OmegaConf.select(cfg, key) for key in keys)
+
+    def _differing(self, cfg: DictConfig, but: Collection[str] = ()) -> list[str]:
         """Keys and files in which this recipe is not that of the folder, in words."""
-        differing = [*_differences(read_recipe(self.recipe, resolve=False), OmegaConf.create(recipe_text(cfg)))]
+        theirs, ours = read_recipe(self.recipe, resolve=False), OmegaConf.create(recipe_text(cfg))
         digests = self.state.get("data", {})
-        return differing + [
+        return [*_differences(theirs, ours, but=(*_MAY_DIFFER, *but))] + [
             f"{where}: the file's content has changed since"
             for where, digest in _digests(cfg).items()
             if digests.get(where, digest) != digest
@@ -236,11 +251,13 @@ def _digests(cfg: DictConfig) -> dict[str, str]:
     return {where: file_digest(path) for where, path in data_files(cfg).items()}
 
 
-def _differences(theirs: Any, ours: Any) -> Iterator[str]:
-    """``key: value in the folder, value asked for``, one line per leaf that differs."""
+def _differences(theirs: Any, ours: Any, *, but: Collection[str] = ()) -> Iterator[str]:
+    """``key: value in the folder, value asked for``, one line per leaf that differs and is not ``but`` or below it."""
     absent = "absent"
     old, new = dict(_leaves(theirs)), dict(_leaves(ours))
     for key in sorted(old.keys() | new.keys()):
+        if any(f"{key}.".startswith(f"{part}.") for part in but):
+            continue
         if old.get(key, absent) != new.get(key, absent):
             yield f"{key}: {old.get(key, absent)!r} there, {new.get(key, absent)!r} now"
 

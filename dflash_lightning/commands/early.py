@@ -10,7 +10,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from dflash_lightning.files import draft_place, find_file
+from dflash_lightning.files import find_draft_place, find_file
 from dflash_lightning.recipe_check import early_faults
 from dflash_lightning.recipe_faults import RecipeError
 from dflash_lightning.recipe_load import load_recipe, load_with_faults
@@ -35,7 +35,7 @@ def check_files(args: argparse.Namespace) -> None:
     if args.command == "check" and not Path(args.folder).is_dir():
         raise ValueError(f"{args.folder}: there is no such folder. Give one that dflash export wrote.")
     for path in [*_listed(getattr(args, "draft", None)), *_listed(getattr(args, "run_dir", None))]:
-        draft_place(path)
+        find_draft_place(path, setting="--draft")
     if getattr(args, "target", None) is not None:
         locate(str(load_recipe("dflash", [f"target={args.target}"]).target.source))
 

@@ -4,24 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch import Callback, LightningModule, Trainer
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from dflash_lightning.callbacks import SpeculativeEval
+from dflash_lightning.callbacks.run_log import describe_run
+from dflash_lightning.callbacks.stopping import RunCut, Stopper, forget_time, is_finished
+from dflash_lightning.commands.fit_estimate import estimate
 from dflash_lightning.data import DraftData
 from dflash_lightning.model_files import without_progress_bars
 from dflash_lightning.model_memory import memory_line
 from dflash_lightning.module import DraftModule
+from dflash_lightning.module_guard import Diverged
 from dflash_lightning.recipe import Parts, build_recipe, check_recipe, load_recipe
 from dflash_lightning.run import RunFolder
+from dflash_lightning.run_length import LENGTHS, extend_recipe
 
 # Lightning starts the other ranks of one machine as copies of this command: rank 0 tells them what it decided, because
 # the folder no longer looks the same by then.
@@ -29,21 +36,38 @@ _RESUME = "DFLASH_RESUME_FROM"
 INTERRUPTED = 130
 
 
-def fit(recipe: str, overrides: Sequence[str], *, fresh: bool = False) -> int:
+def fit(
+    recipe: str, overrides: Sequence[str], *, fresh: bool = False, extend: Sequence[str] = (), dry_run: bool = False
+) -> int:
     """Train, resume, or say that there is nothing left to do; the exit status.
+
+    ``extend`` gives a run a new length (``trainer.max_epochs=6``); ``dry_run`` measures a step and writes nothing.
 
     Raises:
         ValueError: the recipe has faults, or the run folder belongs to another run or is being written by one.
     """
     cfg = load_recipe(recipe, overrides)
+    extend_recipe(cfg, extend)
+    if dry_run:
+        OmegaConf.update(cfg, "data.rejected", None)
+        return _dry_run(cfg)
     check_recipe(cfg)
     folder = RunFolder(Path(cfg.run_dir))
-    with folder.locked() if _is_first() else contextlib.nullcontext():
-        return _fit(folder, cfg, fresh)
+    stopper = Stopper(folder.last)
+    with folder.locked() if _is_first() else contextlib.nullcontext(), stopper.listening():
+        return _fit(folder, cfg, fresh, stopper, but=LENGTHS if extend else ())
 
 
-def _fit(folder: RunFolder, cfg: DictConfig, fresh: bool) -> int:
-    resume = _decide(folder, cfg, fresh)
+def _dry_run(cfg: DictConfig) -> int:
+    found = estimate(build_recipe(cfg))
+    if found is None:
+        raise ValueError("--dry-run: needs a DraftModule, a DraftData and no trainer.fast_dev_run. Leave it out.")
+    _say(found.table())
+    return 0
+
+
+def _fit(folder: RunFolder, cfg: DictConfig, fresh: bool, stopper: Stopper, but: Sequence[str] = ()) -> int:
+    resume = _decide(folder, cfg, fresh, but)
     if resume is None:
         _say(folder.nothing_to_do)
         return 0
@@ -53,10 +77,18 @@ def _fit(folder: RunFolder, cfg: DictConfig, fresh: bool) -> int:
         folder.begin(cfg)
         if _is_first():
             folder.remove_partial()
+            if not resume:
+                folder.remove_logs()
         os.environ[_RESUME] = resume
-    _say(f"run folder {folder.path}" + (f", resuming from {resume}" if resume else ""))
-    started = _run(parts, folder, resume)
-    return INTERRUPTED if started is None else _conclude(parts, folder, started)
+    _say(f"run folder {folder.path}" + (f", resuming from {resume}{_at_step(Path(resume))}" if resume else ""))
+    if _is_main() and (expected := estimate(parts, done=(resume and _step_in(Path(resume))) or 0)) is not None:
+        _say(expected.line())
+    started = _run(parts, folder, resume, stopper, OmegaConf.to_container(cfg, resolve=True))
+    return started if isinstance(started, _Status) else _conclude(parts, folder, started)
+
+
+class _Status(int):
+    """An exit status, where a run came to no end of its own."""
 
 
 def _is_main() -> bool:
@@ -78,26 +110,54 @@ def _say(text: str, *, error: bool = False) -> None:
         print(text, file=sys.stderr if error else sys.stdout, flush=True)
 
 
-def _decide(folder: RunFolder, cfg: DictConfig, fresh: bool) -> str | None:
-    """The checkpoint to resume from, "" to start anew, null when the run is finished."""
+def _decide(folder: RunFolder, cfg: DictConfig, fresh: bool, but: Sequence[str] = ()) -> str | None:
+    """The checkpoint to resume from, "" to start anew, null when the run is finished.
+
+    ``but`` are keys that the recipe in the folder may have otherwise: the lengths, for a run that is made longer.
+    """
     if _RESUME in os.environ and not _is_main():
         return os.environ[_RESUME]
     if fresh and not _is_main():
         raise ValueError("--fresh: ranks started from outside cannot agree on it. Remove the run folder first.")
     if fresh and (aside := folder.set_aside()) is not None:
         _say(f"the earlier run is kept as {aside}")
-    folder.check_same_run(cfg)
-    if folder.finished:
+    folder.check_same_run(cfg, but=but)
+    if but and not folder.last.exists():
+        raise ValueError(
+            f"--extend: {folder.path} holds no run to go on with ({folder.last} is missing). Leave it out."
+        )
+    if folder.finished and not (but and folder.is_longer(cfg, but)):
         return None
     return str(folder.last) if folder.last.exists() else ""
+
+
+def _step_in(checkpoint: Path) -> int | None:
+    """The optimizer step that a checkpoint holds, without reading its tensors; null where it cannot be read.
+
+    What is wrong with a damaged one is said by the trainer, which must read it whole.
+    """
+    try:
+        found = torch.load(checkpoint, map_location="cpu", mmap=True, weights_only=True)
+        return int(found["global_step"])
+    except (OSError, RuntimeError, ValueError, KeyError, TypeError, EOFError, pickle.UnpicklingError):
+        return None
+
+
+def _at_step(checkpoint: Path) -> str:
+    step = _step_in(checkpoint)
+    return "" if step is None else f" (step {step})"
 
 
 class _Start(Callback):
     """Says what training will hold in memory; notes the optimizer step it begins at, null when none is left to make."""
 
-    step: int | None = None
+    def __init__(self, recipe: Any) -> None:
+        self.recipe = recipe
+        self.step: int | None = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        forget_time(trainer)
+        describe_run(trainer, self.recipe)
         data = trainer.datamodule  # type: ignore[attr-defined]
         if isinstance(pl_module, DraftModule) and isinstance(data, DraftData):
             tokens = data.rows_per_batch * (data.row_tokens if data.packing else data.max_length)
@@ -107,34 +167,66 @@ class _Start(Callback):
         self.step = trainer.global_step
 
 
-def _run(parts: Parts, folder: RunFolder, resume: str) -> int | None:
-    """Fit; the optimizer step it started from, or null when it was interrupted.
+def _run(parts: Parts, folder: RunFolder, resume: str, stopper: Stopper, recipe: Any) -> int:
+    """Fit; the optimizer step it started from, or the exit status of a run that was cut or diverged.
 
     Raises:
         ValueError: Lightning refuses the trainer's settings for this run.
     """
-    begin = _Start()
-    parts.trainer.callbacks.insert(0, begin)  # type: ignore[attr-defined]
+    begin = _Start(recipe)
+    callbacks: list[Callback] = parts.trainer.callbacks  # type: ignore[attr-defined]
+    callbacks.insert(0, begin)
+    callbacks.append(stopper)
+    if not any(isinstance(callback, SpeculativeEval) for callback in callbacks):
+        _say(f"no callback evaluates: tau is not measured, and {folder.last} is the checkpoint to use")
     clock = time.monotonic()
     try:
         parts.trainer.fit(parts.module, datamodule=parts.data, ckpt_path=resume or None)
     except MisconfigurationException as error:
         raise ValueError(f"trainer: {error}") from error
-    except (KeyboardInterrupt, SystemExit):  # Lightning ends the process on Ctrl-C and on SIGTERM
-        saved = f"{folder.last} is kept" if folder.last.exists() else "there is no checkpoint yet"
-        again = "goes on from there" if folder.last.exists() else "starts again"
-        _say(f"\ninterrupted at step {parts.trainer.global_step}; {saved}. The same command {again}.", error=True)
-        return None
+    except Diverged as error:
+        return _report_divergence(error, folder)
+    except (RunCut, KeyboardInterrupt, SystemExit):  # Lightning ends the process on Ctrl-C
+        return _report_cut(parts.trainer, folder, stopper)
     finally:
         if _is_main():
-            evaluations = [c for c in parts.trainer.callbacks if isinstance(c, SpeculativeEval)]  # type: ignore[attr-defined]
-            evaluation = sum(c.seconds for c in evaluations) / 60
+            evaluation = sum(c.seconds for c in callbacks if isinstance(c, SpeculativeEval)) / 60
             folder.add_minutes(train=(time.monotonic() - clock) / 60 - evaluation, evaluation=evaluation)
+    if not is_finished(parts.trainer):
+        return _report_cut(parts.trainer, folder, stopper)
     return parts.trainer.global_step if begin.step is None else begin.step
 
 
+def _report_cut(trainer: Trainer, folder: RunFolder, stopper: Stopper) -> _Status:
+    """Say where the run stands, as the file has it.
+
+    A rank that Lightning has started ends with 0 where all have agreed to end: a failure would have rank 0 killed
+    before it has said so.
+    """
+    step = _step_in(folder.last) if folder.last.exists() else None
+    saved = "there is no checkpoint yet" if step is None else f"{folder.last} holds step {step}"
+    again = "starts again" if step is None else "goes on from there"
+    why = stopper.cut or stopper.asked
+    by = f" by {why}" if why else ""
+    _say(f"\ninterrupted{by} at step {trainer.global_step}; {saved}. The same command {again}.", error=True)
+    agreed = stopper.cut is not None and not _is_main()
+    return _Status(0 if agreed else INTERRUPTED)
+
+
+def _report_divergence(error: Diverged, folder: RunFolder) -> _Status:
+    """Every rank has the same error; the files are those of before."""
+    step = _step_in(folder.last) if folder.last.exists() else None
+    kept = (
+        "  checkpoints        there is none yet: the same command starts again"
+        if step is None
+        else f"  checkpoints        {folder.last} is good and holds step {step}: the same command goes on from there"
+    )
+    _say(f"dflash: {error}\n{kept}", error=True)
+    return _Status(1)
+
+
 def _conclude(parts: Parts, folder: RunFolder, started: int) -> int:
-    """Refuse to call a run that trained nothing, or that diverged, a success; mark it finished otherwise."""
+    """Refuse to call a run that trained nothing a success; mark it finished otherwise."""
     problem = _problem(parts, started)
     if problem:
         _say(f"dflash: {problem}", error=True)
@@ -153,14 +245,6 @@ def _problem(parts: Parts, started: int) -> str:
     steps = parts.trainer.global_step
     if steps == 0:
         return "the run trained nothing: no optimizer step was made. See trainer.max_epochs, max_steps and the data"
-    parameters = dict(parts.module.draft_model.named_parameters())
-    broken = [name for name, value in parameters.items() if not torch.isfinite(value).all()]
-    if broken:
-        return (
-            f"the run diverged: {len(broken)} of {len(parameters)} parameters of the drafter hold NaN or infinity "
-            f"({broken[0]} is the first). Start anew (--fresh) with a lower optim.lr, a longer warm-up "
-            "(optim.warmup_fraction), or trainer.precision=32-true"
-        )
     if steps > started and parts.module.changed_parameters() == 0:
         return (
             f"the run trained nothing: {steps - started} optimizer steps changed no parameter of the drafter: "

@@ -9,6 +9,8 @@ from dflash_lightning import __version__
 from dflash_lightning.commands.argument_types import count as _count
 from dflash_lightning.commands.argument_types import ids as _ids
 from dflash_lightning.commands.argument_types import mapping as _mapping
+from dflash_lightning.commands.argument_types import probability as _probability
+from dflash_lightning.commands.argument_types import temperature as _temperature
 from dflash_lightning.recipe_folders import recipe_names
 
 _EPILOG = """\
@@ -21,7 +23,6 @@ a first session:
 
 _Commands: TypeAlias = "argparse._SubParsersAction[_Parser]"
 _DRAFT_HELP = "a run folder (its best checkpoint), a checkpoint file, or an exported folder"
-_TEST_PROMPTS = "package://dflash_lightning/data/quickstart/test.jsonl"
 _TARGET_HELP = "path, hub id, GGUF file or name of a target option (see `dflash recipes`)"
 
 
@@ -85,21 +86,43 @@ def _add_fit(commands: _Commands) -> None:
 Train a drafter. Everything goes to the run folder, runs/RECIPE unless run_dir=FOLDER is given: the resolved recipe,
 versions, checkpoints (last and best by tokens per round) and TensorBoard logs.
 
-The same command again resumes an interrupted run, and does nothing for a finished one.
+The same command again resumes an interrupted run, and does nothing for a finished one. Ctrl-C, SIGTERM and
+trainer.max_time save before they end it. The exit status is 130 for a run that was cut, 1 for one that failed.
 
   dflash fit quickstart
+  dflash fit quickstart --dry-run
   dflash fit dflash target=qwen3_8b data.train=train.jsonl callbacks.speculative_eval.prompts=held_out.jsonl
-  dflash fit mine.yaml optim.lr=1e-3 run_dir=runs/higher_lr"""
+  dflash fit mine.yaml optim.lr=1e-3 run_dir=runs/higher_lr
+  dflash fit runs/mine --extend trainer.max_epochs=12"""
     parser = _add(commands, "fit", "train a drafter", text)
     _add_recipe_arguments(parser)
     parser.add_argument("--fresh", action="store_true", help="start anew; an earlier run is kept as FOLDER.old-N")
+    parser.add_argument(
+        "--extend",
+        action="append",
+        default=[],
+        metavar="KEY=N",
+        help="make a run longer, a finished one too: trainer.max_epochs=N or trainer.max_steps=N, in all",
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="load everything, measure one step, print sizes and the minutes to expect; writes nothing",
+    )
 
 
-def _add_draft_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--draft", required=True, metavar="PATH", help=_DRAFT_HELP)
+def _add_target_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", metavar="T", help=f"{_TARGET_HELP}; default: the target the drafter was made for")
+    _add_other_target(parser)
     _add_device_arguments(parser)
-    parser.add_argument("--eager", action="store_true", help="do not compile the draft step")
+
+
+def _add_other_target(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--other-target",
+        action="store_true",
+        help="--target is not the one the drafter was made for, but of the same shape (a fine-tuned one): use it there",
+    )
 
 
 def _add_device_arguments(parser: argparse.ArgumentParser) -> None:
@@ -111,10 +134,10 @@ def _add_sampling_arguments(parser: argparse.ArgumentParser, max_new_tokens: int
     parser.add_argument(
         "--max-new-tokens", type=_count, default=max_new_tokens, metavar="N", help="default: %(default)s"
     )
-    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (the default)")
+    parser.add_argument("--temperature", type=_temperature, default=0.0, metavar="T", help="0 is greedy (the default)")
     parser.add_argument("--top-k", type=_count, metavar="K", help="sample among the K likeliest tokens")
     parser.add_argument(
-        "--top-p", type=float, metavar="P", help="sample among the likeliest tokens that hold probability P"
+        "--top-p", type=_probability, metavar="P", help="sample among the likeliest tokens that hold probability P"
     )
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the sampling; default: 0")
 
@@ -122,11 +145,29 @@ def _add_sampling_arguments(parser: argparse.ArgumentParser, max_new_tokens: int
 def _add_evaluate(commands: _Commands) -> None:
     text = """\
 Decode held-out prompts with and without the drafter, through the same loop, and report tokens committed per round
-(tau), acceptance by position, time per token, and whether the outputs are identical (greedy)."""
-    parser = _add(commands, "evaluate", "measure a drafter on prompts", text)
-    _add_draft_arguments(parser)
-    parser.add_argument("--prompts", required=True, metavar="FILE", help="JSONL with messages, conversations or turns")
-    parser.add_argument("--limit", type=_count, metavar="N", help="use the first N prompts; default: all")
+(tau, with the interval that other prompts of the kind would give), acceptance by position, time per token, and whether
+the outputs are identical (greedy). Several files of prompts get a line each. Several drafters of one target are
+measured on the same prompts and shown side by side.
+
+  dflash evaluate --draft runs/a --prompts code.jsonl chat.jsonl
+  dflash evaluate --draft runs/a runs/b --prompts held_out.jsonl --json figures.json
+
+The exit status is 1 when output is not the target's own (in bfloat16 and float16: by more than rounding)."""
+    parser = _add(commands, "evaluate", "measure drafters on prompts", text)
+    parser.add_argument(
+        "--draft", required=True, nargs="+", action="extend", metavar="PATH", help=f"one or more; each {_DRAFT_HELP}"
+    )
+    _add_target_arguments(parser)
+    parser.add_argument("--eager", action="store_true", help="do not compile the draft step")
+    parser.add_argument(
+        "--prompts",
+        required=True,
+        nargs="+",
+        action="extend",
+        metavar="FILE",
+        help="one or more: JSONL with messages, conversations or turns",
+    )
+    parser.add_argument("--limit", type=_count, metavar="N", help="use the first N prompts of each; default: all")
     _add_sampling_arguments(parser, max_new_tokens=256)
     parser.add_argument("--batch-size", type=_count, default=1, metavar="B", help="prompts decoded at once; default: 1")
     parser.add_argument("--json", metavar="OUT", help="also write the report to this file")
@@ -135,18 +176,21 @@ Decode held-out prompts with and without the drafter, through the same loop, and
 def _add_report(commands: _Commands) -> None:
     text = """\
 Measure a finished run on held-out prompts and write report.json into its folder: tau, identity with plain decoding and
-with transformers.generate on every prompt, and, on some prompts one at a time, seconds per token against the same loop
-without drafts and against transformers.generate, the three taking turns. The exit status is 1 when float32 output is
-not the target's own, and when tau is below --min-tau."""
+with transformers.generate on every prompt, and seconds per token against both. The first prompts (--timed) are decoded
+one at a time, the three taking turns; the others in batches. The exit status is 1 when output is not the target's own
+(in bfloat16 and float16: by more than rounding), and when tau is below --min-tau."""
     parser = _add(commands, "report", "a finished run's numbers, against two baselines", text)
     parser.add_argument("run_dir", metavar="RUN", help="the run folder")
     parser.add_argument("--target", metavar="T", help=f"{_TARGET_HELP}; default: the run's")
+    _add_other_target(parser)
     _add_device_arguments(parser)
-    parser.add_argument("--prompts", default=_TEST_PROMPTS, metavar="FILE", help="default: the quickstart's own")
-    parser.add_argument("--limit", type=_count, metavar="N", help="use the first N prompts; default: all")
+    parser.add_argument(
+        "--prompts", metavar="FILE", help="default: the held-out prompts of the run's recipe; else the quickstart's"
+    )
+    parser.add_argument("--limit", type=_count, metavar="N", help="use the first N; default: all, or as the recipe has")
     parser.add_argument("--timed", type=_count, default=8, metavar="N", help="prompts that are timed; default: 8")
     parser.add_argument("--max-new-tokens", type=_count, default=128, metavar="N", help="default: %(default)s")
-    parser.add_argument("--batch-size", type=_count, default=16, metavar="B", help="for acceptance; default: 16")
+    parser.add_argument("--batch-size", type=_count, default=16, metavar="B", help="of the others; default: 16")
     parser.add_argument("--started", type=float, metavar="T", help="when the whole began (seconds since 1970)")
     parser.add_argument("--min-tau", type=float, metavar="X", help="fail when tau is below X")
     parser.add_argument("--note", metavar="TEXT", help="what the prompts are, in words, for the report")
@@ -158,15 +202,34 @@ not the target's own, and when tau is below --min-tau."""
 
 def _add_generate(commands: _Commands) -> None:
     text = """\
-Answer one prompt, streaming. Tokens that the drafter proposed and the target accepted are shown in green."""
-    parser = _add(commands, "generate", "answer a prompt", text)
-    _add_draft_arguments(parser)
+Answer a prompt, a file of prompts, or what is typed, streaming. Tokens that the drafter proposed and the target
+accepted are shown in green.
+
+  dflash generate --draft runs/a --prompt "Write a haiku about caches."
+  dflash generate --draft runs/a --prompts prompts.jsonl --json > answers.jsonl
+  dflash generate --draft runs/a --chat                           /reset forgets, /exit (or Ctrl-D) ends,
+                                                                  Ctrl-C ends an answer
+
+The draft step is compiled when the answer asked for is long enough to pay that back."""
+    parser = _add(commands, "generate", "answer prompts, or chat", text)
+    parser.add_argument("--draft", required=True, metavar="PATH", help=_DRAFT_HELP)
+    _add_target_arguments(parser)
+    compiling = parser.add_mutually_exclusive_group()
+    compiling.add_argument("--eager", action="store_true", help="do not compile the draft step")
+    compiling.add_argument("--compile", action="store_true", help="compile the draft step, however short the answer")
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", metavar="TEXT", help="a user message; the target's chat template is applied")
     prompt.add_argument("--prompt-ids", type=_ids, metavar="1,2,3", help="token ids, taken as they are")
+    prompt.add_argument(
+        "--prompts", metavar="FILE", help="answer every prompt: JSONL as for evaluate, or a .txt file with one a line"
+    )
+    prompt.add_argument("--chat", action="store_true", help="a conversation in the terminal")
+    parser.add_argument("--limit", type=_count, metavar="N", help="of --prompts: the first N; default: all")
     _add_sampling_arguments(parser, max_new_tokens=256)
     parser.add_argument("--color", choices=["auto", "always", "never"], default="auto", help="default: in a terminal")
-    parser.add_argument("--json", action="store_true", help="print JSON instead: output_ids, committed, times")
+    parser.add_argument(
+        "--json", action="store_true", help="print JSON instead, a line per prompt: output_ids, committed, times"
+    )
 
 
 def _add_regenerate(commands: _Commands) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from dflash_lightning.commands.inspect_against import ServerIds
 from dflash_lightning.commands.inspect_settings import evaluation_files, is_recipe, sets_length
 from dflash_lightning.commands.inspect_text import TokenTable
-from dflash_lightning.data import load_prompts
+from dflash_lightning.data import left_out_line, load_prompts
 from dflash_lightning.data.documents import DataSummary, DocumentMaker, RowOutcome
 from dflash_lightning.data.inspection import BlockAccount, PromptOverlap, supervised_text, training_rows
 from dflash_lightning.data.process import TrainingRows
@@ -43,7 +43,8 @@ def inspect(args: argparse.Namespace, tree: dict[str, Any]) -> int:
     rows.processing.check_target(text)
     maker = rows.processing.maker(text)
     blocks = BlockAccount(make(tree["block"]))
-    overlaps = [PromptOverlap(name, load_prompts(name), maker.renderer) for name in evaluation_files(args, tree)]
+    prompts = {name: load_prompts(name) for name in evaluation_files(args, tree)}
+    overlaps = [PromptOverlap(name, asked, maker.renderer) for name, asked in prompts.items()]
     server = None if args.against is None else ServerIds(args.against, _only_file(rows.sources))
     show = _JsonRows(text) if args.json else _TextRows(args, text)
     for outcome in _outcomes(maker, rows.sources, progress=args.json and sys.stderr.isatty()):
@@ -64,6 +65,7 @@ def inspect(args: argparse.Namespace, tree: dict[str, Any]) -> int:
     lines = maker.summary.lines()
     if maker.summary.kept:
         lines += [*blocks.lines(), *(line for overlap in overlaps for line in overlap.lines())]
+    lines += [f"  {line}" for asked in prompts.values() if (line := left_out_line(asked)) is not None]
     lines += [] if server is None else server.lines()
     print(*lines, *(f"  training would stop: {refusal}" for refusal in refusals), sep="\n", file=sys.stderr)
     return 1 if refusals or (server is not None and server.differing) else 0

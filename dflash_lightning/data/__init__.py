@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from dflash_lightning.data.conversation import ChatRenderer, UnusableRow
     from dflash_lightning.data.datamodule import DraftData
     from dflash_lightning.data.documents import DocumentMaker, RowOutcome
-    from dflash_lightning.data.prompts import check_prompt_lengths, load_prompts, render_prompt
+    from dflash_lightning.data.prompts import Prompt, left_out_line, load_prompts, render_prompt
     from dflash_lightning.data.rows import ChatRow, PromptRow, TextRow, TokenRow, read_rows
     from dflash_lightning.data.sources import Source, make_sources
     from dflash_lightning.data.store import DocumentStore
@@ -25,14 +25,15 @@ _HOME = {
     "DocumentMaker": "dflash_lightning.data.documents",
     "DocumentStore": "dflash_lightning.data.store",
     "DraftData": "dflash_lightning.data.datamodule",
+    "Prompt": "dflash_lightning.data.prompts",
     "PromptRow": "dflash_lightning.data.rows",
     "RowOutcome": "dflash_lightning.data.documents",
     "Source": "dflash_lightning.data.sources",
     "TextRow": "dflash_lightning.data.rows",
     "TokenRow": "dflash_lightning.data.rows",
     "UnusableRow": "dflash_lightning.data.conversation",
-    "check_prompt_lengths": "dflash_lightning.data.prompts",
     "find_file": "dflash_lightning.files",
+    "left_out_line": "dflash_lightning.data.prompts",
     "load_prompts": "dflash_lightning.data.prompts",
     "make_sources": "dflash_lightning.data.sources",
     "read_rows": "dflash_lightning.data.rows",
@@ -46,14 +47,15 @@ __all__ = [
     "DocumentMaker",
     "DocumentStore",
     "DraftData",
+    "Prompt",
     "PromptRow",
     "RowOutcome",
     "Source",
     "TextRow",
     "TokenRow",
     "UnusableRow",
-    "check_prompt_lengths",
     "find_file",
+    "left_out_line",
     "load_prompts",
     "make_sources",
     "read_rows",

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor
 
 from dflash_lightning.block.base import BlockConstructor
-from dflash_lightning.data.collate import BatchMaker
+from dflash_lightning.data.collate import BatchMaker, WindowItem
 from dflash_lightning.data.conversation import Supervise
 from dflash_lightning.data.exact_resume import ExactResume
 from dflash_lightning.data.feature_cache import DTYPES, FeatureCache, make_in_memory
@@ -45,7 +45,7 @@ class DraftData(LightningDataModule):
             documents of similar length.
         row_tokens: tokens of a packed row; null means ``max_length``.
         row_blocks: most blocks of a packed row, counted over its documents; null means no limit. A document with more
-            of them gets a row of its own.
+            of them gets a row of its own. Rows that are not packed have no limit.
         rows_per_batch: rows of a micro-batch.
         token_bucket: rows are padded to a multiple of it, so that few distinct lengths reach the device.
         block_bucket: the same for blocks.
@@ -119,6 +119,7 @@ class DraftData(LightningDataModule):
         self._bound: tuple[BlockConstructor, Alignment, FeatureSpec, Bool[Tensor, " V"] | None] | None = None
         self._cache: FeatureCache | None = None
         self._loader: StatefulLoader | None = None
+        self._plan: tuple[BlockConstructor, Planner] | None = None
         self._position: dict[str, Any] | None = None
 
     def _check_settings(self) -> None:
@@ -130,8 +131,6 @@ class DraftData(LightningDataModule):
         for name in ("rows_per_batch", "token_bucket", "block_bucket"):
             if getattr(self, name) < 1:
                 raise ValueError(f"data.{name}: {getattr(self, name)} is not a count. Use 1 or more.")
-        if not self.packing and self.row_blocks is not None:
-            raise ValueError("data.row_blocks: applies to packed rows only. Remove it, or set data.packing=true.")
         if self.cache_features not in (None, "ram", "disk"):
             raise ValueError(f"data.cache_features: {self.cache_features!r} is unknown. Use 'ram', 'disk' or null.")
         if self.features_folder is not None and self.cache_features != "disk":
@@ -187,8 +186,7 @@ class DraftData(LightningDataModule):
         self._bound = (block, alignment, spec, vocabulary)
 
     def train_dataloader(self) -> StatefulLoader:
-        block, alignment, spec, vocabulary = self._binding()
-        planner = self._planner(block)
+        spec, planner = self._binding()[2], self.plan()
         sampler = PlanSampler(
             planner,
             rank=self.trainer.global_rank if self.trainer is not None else 0,
@@ -198,8 +196,16 @@ class DraftData(LightningDataModule):
         )
         if self.cache_features is not None and (self._cache is None or self._cache.spec != spec):
             self._cache = self._make_cache(spec)
+        self._loader = StatefulLoader(self._maker(), sampler, num_workers=self.num_workers)
+        if self._position is not None:
+            self._loader.load_state_dict(self._position)
+            self._position = None
+        return self._loader
+
+    def _maker(self) -> BatchMaker:
+        block, alignment, _, vocabulary = self._binding()
         pad = self.target.facts.pad_token_id
-        maker = BatchMaker(
+        return BatchMaker(
             self.documents,
             block,
             alignment,
@@ -211,11 +217,11 @@ class DraftData(LightningDataModule):
             max_length=self.max_length,
             pad_token_id=0 if pad is None else pad,
         )
-        self._loader = StatefulLoader(maker, sampler, num_workers=self.num_workers)
-        if self._position is not None:
-            self._loader.load_state_dict(self._position)
-            self._position = None
-        return self._loader
+
+    def first_batches(self, count: int) -> list[TrainBatch]:
+        """The first micro-batches of the data, on the CPU and without features; moves no loader. For measuring."""
+        micro_batches = tuple(self.plan().epoch(0)[:count])
+        return self._maker().window(WindowItem(0, 0, 0, micro_batches))
 
     def state_dict(self) -> dict[str, Any]:
         """Where the training loader stands.
@@ -238,8 +244,18 @@ class DraftData(LightningDataModule):
             )
         return self._bound
 
+    def plan(self) -> Planner:
+        """The epochs as micro-batches; leaves out documents that no block can start in, and says so.
+
+        Raises:
+            ValueError: nothing is bound yet, or no document has a place for a block.
+        """
+        block = self._binding()[0]
+        if self._plan is None or self._plan[0] is not block:
+            self._plan = (block, self._planner(block))
+        return self._plan[1]
+
     def _planner(self, block: BlockConstructor) -> Planner:
-        """Leaves out documents that this block construction cannot start a block in, and says so."""
         blocks = [block.num_blocks(self.documents[d].loss_mask) for d in range(len(self.documents))]
         usable = [d for d, count in enumerate(blocks) if count]
         left_out = len(blocks) - len(usable)
@@ -252,7 +268,13 @@ class DraftData(LightningDataModule):
             self._say(f"data: {left_out} of {len(self.documents)} documents have no place to start a block: left out")
         settings = PlanSettings(self.seed, self.packing, self.row_tokens, self.row_blocks, self.rows_per_batch)
         lengths, counts = self.documents.lengths[usable].tolist(), [blocks[d] for d in usable]
-        return Planner(usable, lengths, counts, settings)
+        plan = Planner(usable, lengths, counts, settings)
+        if plan.blocks_forbid_packing():
+            self._say(
+                f"data.row_blocks: {self.row_blocks} blocks are less than any two documents have, so that every row "
+                "holds one document. Raise it, or set it to null, to pack rows"
+            )
+        return plan
 
     def _accumulate(self) -> int:
         if self.trainer is None:

@@ -45,17 +45,25 @@ class Planner:
         self.settings = settings
         self.documents = np.asarray(documents, dtype=np.int64)
         self.lengths = np.asarray(lengths, dtype=np.int64)
+        self.blocks = np.asarray(blocks, dtype=np.int64)
         self.packs: list[Pack] = []
         if settings.packing:
             order = _rng(settings.seed, "packs").permutation(len(self.documents))
             packs = pack_best_fit(
                 _sort_chunks(order, -self.lengths, PACK_CHUNK),
                 self.lengths,
-                np.asarray(blocks, dtype=np.int64),
+                self.blocks,
                 settings.row_tokens,
                 settings.row_blocks,
             )
             self.packs = [tuple(int(self.documents[i]) for i in pack) for pack in packs]
+
+    def blocks_forbid_packing(self) -> bool:
+        """Whether no two documents share a row because of their blocks, although their tokens would let them."""
+        limit, tokens = self.settings.row_blocks, self.settings.row_tokens
+        if not self.settings.packing or limit is None or len(self.documents) < 2:
+            return False
+        return bool(sum(np.sort(self.blocks)[:2]) > limit and sum(np.sort(self.lengths)[:2]) <= tokens)
 
     @property
     def num_rows(self) -> int:

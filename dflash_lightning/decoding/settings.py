@@ -57,9 +57,19 @@ class DecodingSettings:
         return self.temperature == 0.0 or self.verifier == "match"
 
     def make_decoder(
-        self, target: FrozenTarget, draft: DraftModel | None, *, longest_prompt: int
+        self,
+        target: FrozenTarget,
+        draft: DraftModel | None,
+        *,
+        longest_prompt: int,
+        compile: bool | Literal["auto"] | None = None,
+        shown: bool = True,
     ) -> SpeculativeDecoder:
-        """A decoder for prompts of up to ``longest_prompt`` tokens; without ``draft`` it decodes plainly."""
+        """A decoder for prompts of up to ``longest_prompt`` tokens; without ``draft`` it decodes plainly.
+
+        ``compile`` overrides the setting: ``"auto"`` compiles only where that pays back within one ``decode``.
+        ``shown`` says whether a line announces compilation.
+        """
         return SpeculativeDecoder(
             target,
             draft,
@@ -67,6 +77,7 @@ class DecodingSettings:
             verifier=self.verifier,
             max_length=longest_prompt + self.max_new_tokens,
             batch_size=self.batch_size,
-            compile=self.compile,
+            compile=self.compile if compile is None else compile,
             packed=self.packed,
+            shown=shown,
         )

@@ -377,7 +377,6 @@ def test_choice_of_turns_does_not_apply_to_tokenised_rows_and_is_refused(
         ({"max_length": 1}, r"data.max_length: 1 "),
         ({"row_tokens": 64}, "data.row_tokens: a row of 64 cannot hold.*Raise row_tokens"),
         ({"rows_per_batch": 0}, "data.rows_per_batch: 0 is not a count. Use 1"),
-        ({"packing": False, "row_blocks": 4}, "data.row_blocks: applies to packed rows only"),
         ({"train": []}, "data.train: names no file. Give a file"),
     ],
 )

@@ -70,3 +70,13 @@ def test_digest_tells_other_data_and_settings_apart() -> None:
     other = Planner(range(len(LENGTHS)), LENGTHS[::-1], BLOCKS, SETTINGS)
     assert len({planner().digest(), planner(seed=9).digest(), planner(row_tokens=80).digest(), other.digest()}) == 4
     assert planner().digest() == planner().digest()
+
+
+def test_few_anchors_leave_documents_room_beside_each_other() -> None:
+    """The limit is on a row's blocks, as the paper's; a document with few of them is no reason for a row of its own."""
+    few = [Planner(range(20), [30] * 20, [8] * 20, replace(SETTINGS, row_blocks=limit)) for limit in (512, None)]
+    assert few[0].packs == few[1].packs and len(few[0].packs) == 10 and not few[0].blocks_forbid_packing()
+    alone = Planner(range(20), [30] * 20, [8] * 20, replace(SETTINGS, row_blocks=8))
+    assert len(alone.packs) == 20 and alone.blocks_forbid_packing()
+    long = Planner(range(20), [60] * 20, [8] * 20, replace(SETTINGS, row_blocks=8))
+    assert not long.blocks_forbid_packing()  # they would not fit anyway

@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch import Trainer
 
 from dflash_lightning.block import Anchored
+from dflash_lightning.cli import main
 from dflash_lightning.conditioning import KVInjection
 from dflash_lightning.data import DraftData
 from dflash_lightning.drafter import BlockTransformer
@@ -92,3 +93,62 @@ def weights(module: DraftModule) -> dict[str, torch.Tensor]:
 @pytest.fixture
 def weights_of() -> Callable[[DraftModule], dict[str, torch.Tensor]]:
     return weights
+
+
+class Place:
+    """A folder with a tiny target, chat rows and prompts, in which the command runs."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def arguments(self, recipe: str, *overrides: str, name: str) -> list[str]:
+        """``dflash fit`` of a shipped recipe on the tiny target; decoding is kept short."""
+        return [
+            recipe,
+            f"target.source={self.folder / 'target'}",
+            f"data.train={self.folder / 'train.jsonl'}",
+            "data.cache=null",
+            *([] if "callbacks=[checkpoint_last]" in overrides else self.evaluation),
+            "decoding.max_new_tokens=4",
+            "decoding.compile=false",
+            f"run_dir={self.run(name)}",
+            *overrides,
+        ]
+
+    @property
+    def evaluation(self) -> list[str]:
+        return [
+            f"callbacks.speculative_eval.prompts={self.folder / 'prompts.jsonl'}",
+            "callbacks.speculative_eval.lossless_prompts=1",
+        ]
+
+    def run(self, name: str) -> Path:
+        return self.folder / "runs" / name
+
+    def main(self, arguments: list[str]) -> int:
+        return main(arguments)
+
+    def fit(self, recipe: str, *overrides: str, name: str, options: tuple[str, ...] = ()) -> int:
+        """The exit status of the command."""
+        return main(["fit", *self.arguments(recipe, *overrides, name=name), *options])
+
+    def checkpoint(self, name: str, which: str = "last") -> dict[str, Any]:
+        return torch.load(self.run(name) / "checkpoints" / f"{which}.ckpt", weights_only=True)
+
+    def state(self, name: str) -> dict[str, Any]:
+        return json.loads((self.run(name) / "run.json").read_text())
+
+
+@pytest.fixture(scope="session")
+def place(tmp_path_factory: pytest.TempPathFactory, make_tiny_model: Callable[..., Any], byte_tokenizer: Any) -> Place:
+    """Eight layers and many positions, so that every shipped option fits; 12 rows, 2 prompts."""
+    folder = tmp_path_factory.mktemp("place")
+    make_tiny_model("llama", num_hidden_layers=8, max_position_embeddings=8192).save_pretrained(folder / "target")
+    byte_tokenizer.save_pretrained(folder / "target")
+    rows = [
+        [{"role": "user", "content": f"say {i}"}, {"role": "assistant", "content": f"{i} {i} {i} and again {i}"}]
+        for i in range(12)
+    ]
+    (folder / "train.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    (folder / "prompts.jsonl").write_text("".join(json.dumps({"turns": [f"tell {i}"]}) + "\n" for i in range(2)))
+    return Place(folder)

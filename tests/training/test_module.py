@@ -18,6 +18,7 @@ from dflash_lightning.drafter import BlockTransformer
 from dflash_lightning.loss import CrossEntropy
 from dflash_lightning.model import save_draft
 from dflash_lightning.module import OptimSettings
+from dflash_lightning.module_log import StepLog
 from dflash_lightning.schedule import decay_weights
 from dflash_lightning.types import FeatureSpec
 
@@ -278,14 +279,14 @@ def test_half_precision_weights_are_refused(parts, write_rows, tiny_target, tmp_
         trainer.fit(make_module(tiny_target), datamodule=make_data(tiny_target, write_rows(LENGTHS)))
 
 
-def test_accuracy_is_written_in_the_step_it_is_of(parts, write_rows, tiny_target, tmp_path):
+def test_accuracy_is_written_in_the_step_it_is_of(parts, write_rows, tiny_target, tmp_path, monkeypatch):
     make_module, make_data, make_trainer = parts
     logger = CSVLogger(tmp_path, name="", version="")
     trainer = make_trainer(tmp_path, max_epochs=2, log_every_n_steps=3, logger=logger)
     module = make_module(tiny_target)
     counted = []
-    original = module._count_correct
-    module._count_correct = lambda view, layout: counted.append(module.global_step) or original(view, layout)
+    original = StepLog.count_correct
+    monkeypatch.setattr(StepLog, "count_correct", lambda *args: counted.append(module.global_step) or original(*args))
     trainer.fit(module, datamodule=make_data(tiny_target, write_rows(LENGTHS), packing=False))
     assert counted == [2, 5, 8, 11, 14]
     with open(tmp_path / "metrics.csv") as file:

@@ -1,0 +1,58 @@
+"""What a run's log says of the run itself: its settings, and how curves are laid out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from torch.utils.tensorboard.summary import hparams
+
+_MULTILINE = "Multiline"
+LAYOUT = {
+    "training": {
+        "loss": [_MULTILINE, ["train/loss"]],
+        "accuracy by slot": [_MULTILINE, ["train/accuracy/slot_.*"]],
+        "learning rate": [_MULTILINE, ["train/lr"]],
+        "gradient norm, unclipped": [_MULTILINE, ["train/grad_norm"]],
+        "tokens per second": [_MULTILINE, ["train/tokens_per_second"]],
+        "memory, GiB": [_MULTILINE, ["train/memory_gib"]],
+    },
+    "decoding": {
+        "tau": [_MULTILINE, ["decode/tau$", "decode/tau_per_request"]],
+        "survival by slot": [_MULTILINE, ["decode/survival/slot_.*"]],
+        "ms per round": [_MULTILINE, ["decode/draft_ms", "decode/verify_ms", "decode/commit_ms"]],
+    },
+}
+_RESULTS = ("decode/tau", "train/loss")  # what a table of runs compares
+
+
+def describe_run(trainer: Trainer, recipe: dict[str, Any]) -> None:
+    """Write the recipe's settings, and for TensorBoard a layout of the curves; on rank 0, once the loggers exist."""
+    if not trainer.is_global_zero:
+        return
+    settings = dict(_leaves(recipe))
+    for logger in trainer.loggers:
+        _describe(logger, settings)
+
+
+def _describe(logger: Logger, settings: dict[str, Any]) -> None:
+    logger.log_hyperparams(settings)
+    if isinstance(logger, TensorBoardLogger):
+        writer = logger.experiment
+        # Names of results without values: those are logged as they are measured.
+        for part in hparams(settings, dict.fromkeys(_RESULTS, 0.0)):
+            writer._get_file_writer().add_summary(part)
+        writer.add_custom_scalars(LAYOUT)
+
+
+def _leaves(tree: Any, where: str = "") -> Iterator[tuple[str, str | int | float | bool]]:
+    """``key.key: value`` for every setting that is a number or text; lists as text, open ones left out."""
+    if isinstance(tree, dict):
+        for key, value in tree.items():
+            yield from _leaves(value, f"{where}.{key}" if where else str(key))
+    elif isinstance(tree, str | int | float | bool):
+        yield where, tree
+    elif tree is not None:
+        yield where, str(tree)

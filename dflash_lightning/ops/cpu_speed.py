@@ -1,0 +1,36 @@
+"""Whether this CPU computes in bfloat16, measured: processors that lack it imitate it, up to 60 times slower."""
+
+from __future__ import annotations
+
+import time
+from functools import cache
+
+import torch
+from torch import Tensor
+
+_SIDE = 256  # of the square factors: about 2 ms in float32, and 30 ms where bfloat16 is imitated
+_ROUNDS = 3
+_SLOW = 2.0  # bfloat16 that takes more than this many times as long as float32 is imitated
+
+
+@cache
+def bfloat16_is_slow() -> bool:
+    """Whether a product in bfloat16 takes more than twice as long as in float32 on this CPU.
+
+    Measured once per process, in a tenth of a second. It draws no random numbers.
+    """
+    return _seconds(torch.bfloat16) > _SLOW * _seconds(torch.float32)
+
+
+def _seconds(dtype: torch.dtype) -> float:
+    """The shortest of a few products: other processes can only lengthen one."""
+    with torch.inference_mode():
+        factor = torch.linspace(-1.0, 1.0, _SIDE * _SIDE, device="cpu").view(_SIDE, _SIDE).to(dtype)
+        _product(factor[:32, :32].contiguous())  # the library's own start
+        return min(_product(factor) for _ in range(_ROUNDS))
+
+
+def _product(factor: Tensor) -> float:
+    begin = time.perf_counter()
+    factor @ factor
+    return time.perf_counter() - begin

@@ -1,0 +1,138 @@
+"""Every shipped recipe and option trains, as it is shipped but for files, the accelerator and how much is decoded.
+
+Options are read from the folder, so one that is added without being trained here fails.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+from importlib.machinery import ModuleSpec
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from lightning.pytorch.loggers import wandb as lightning_wandb
+
+from dflash_lightning import recipe_precision
+from dflash_lightning.recipe_folders import group_options, recipe_names, recipes_folder
+
+
+def load_yaml(recipe: str) -> dict[str, Any]:
+    return yaml.safe_load((recipes_folder() / f"{recipe}.yaml").read_text())
+
+
+OPTIONS = group_options()
+TRAINERS = OPTIONS["trainer"]
+ON_CPU = ["trainer.accelerator=cpu", "trainer.devices=1"]
+SHORT = ["trainer.max_epochs=1", "trainer.enable_progress_bar=false"]
+FEW = "block.num_anchors=16"  # where blocks are not what is tried: 512 are slow
+# Options of the base recipe are trained by every recipe; these are those that nobody has by default.
+BASE = load_yaml("dflash")["defaults"]
+DEFAULTS = {(g, o) for entry in BASE if isinstance(entry, dict) for g, v in entry.items() for o in np.atleast_1d(v)}
+OTHERS = [(g, o) for g, options in OPTIONS.items() for o in options if g != "trainer" and (g, o) not in DEFAULTS]
+CHOSEN = {("callbacks", "checkpoint_last"): "callbacks=[checkpoint_last]"}
+
+
+@pytest.fixture(autouse=True)
+def _bfloat16_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recipe_precision, "bfloat16_is_slow", lambda: False)
+
+
+def checked(place: Any, name: str) -> dict[str, Any]:
+    """The run's checkpoint, after a look at what every finished run has."""
+    state, last = place.state(name), place.checkpoint(name)
+    assert state["finished"] and state["optimizer_steps"] == last["global_step"] > 0
+    assert all(torch.isfinite(value).all() for value in last["state_dict"].values())
+    return last
+
+
+def test_every_option_is_trained_below() -> None:
+    assert {"smoke", "dflash", "quickstart"} <= set(recipe_names())
+    assert {"auto", "cpu", "gpu", "ddp"} <= set(TRAINERS)
+    trained = {("trainer", option) for option in TRAINERS} | DEFAULTS | set(OTHERS)
+    assert trained == {(group, option) for group, options in OPTIONS.items() for option in options}
+    assert {group for group, _ in DEFAULTS} == set(OPTIONS) and len(OTHERS) > 8
+
+
+@pytest.mark.parametrize("recipe", recipe_names())
+def test_every_recipe_trains(place: Any, recipe: str) -> None:
+    """With everything as it is shipped, on the CPU."""
+    small = ["data.limit=4"] if recipe == "quickstart" else []
+    assert place.fit(recipe, *ON_CPU, *SHORT, *small, name=recipe) == 0
+    checked(place, recipe)
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+@pytest.mark.parametrize("recipe", ["smoke", "dflash"])
+def test_every_trainer_trains(place: Any, recipe: str, trainer: str) -> None:
+    """With its own precision, clipping and strategy."""
+    name = f"{recipe}-{trainer}"
+    assert place.fit(recipe, f"trainer={trainer}", *ON_CPU, *SHORT, FEW, "callbacks=[checkpoint_last]", name=name) == 0
+    checked(place, name)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_every_precision_clips_and_accumulates(place: Any, precision: str) -> None:
+    settings = ["trainer=auto", *ON_CPU, f"trainer.precision={precision}", "trainer.accumulate_grad_batches=5"]
+    name = f"precision-{precision}"
+    # 12 rows, 5 at a time: windows of 5, 5 and 2.
+    packing = ["data.packing=false", "callbacks=[checkpoint_last]"]
+    assert place.fit("smoke", *settings, *packing, *SHORT, name=name) == 0
+    assert checked(place, name)["global_step"] == 3
+
+
+@pytest.mark.parametrize(("group", "option"), OTHERS)
+def test_every_other_option_trains(place: Any, group: str, option: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeWandb()
+    if (group, option) == ("logger", "wandb"):
+        for name, module in fake.modules().items():
+            monkeypatch.setitem(sys.modules, name, module)
+        monkeypatch.setattr(lightning_wandb, "_WANDB_AVAILABLE", True)
+    chosen = CHOSEN.get((group, option), f"{group}={option}")
+    name = f"{group}-{option}"
+    assert place.fit("dflash", "trainer=cpu", chosen, *SHORT, FEW, "trainer.log_every_n_steps=1", name=name) == 0
+    checked(place, name)
+    if option == "wandb":
+        assert {"train/loss", "decode/tau", "decode/samples"} <= {key for figures in fake.logged for key in figures}
+    if option == "csv":
+        assert "decode/tau" in (place.run(name) / "logs" / "metrics.csv").read_text().splitlines()[0]
+
+
+class FakeWandb:
+    """As much of wandb as Lightning's logger calls; it is installed only where somebody uses it."""
+
+    def __init__(self) -> None:
+        self.logged: list[dict[str, Any]] = []
+        self.id, self.name = "1", "fake"
+
+    def modules(self) -> dict[str, types.ModuleType]:
+        made = {name: types.ModuleType(name) for name in ("wandb", "wandb.sdk", "wandb.sdk.lib", "wandb.wandb_run")}
+        made["wandb"].__spec__ = ModuleSpec("wandb", None)
+        made["wandb"].__dict__.update(run=None, init=lambda **settings: self, Table=lambda **table: table)
+        made["wandb.sdk.lib"].__dict__["RunDisabled"] = made["wandb.wandb_run"].__dict__["Run"] = FakeWandb
+        return made
+
+    @property
+    def config(self) -> Any:
+        return types.SimpleNamespace(update=lambda settings, **rest: json.dumps(settings))
+
+    def define_metric(self, *names: str, **settings: Any) -> None: ...
+
+    def log(self, figures: dict[str, Any]) -> None:
+        self.logged.append(figures)
+
+
+def test_no_evaluation_from_any_recipe_leaves_a_checkpoint_to_use(
+    place: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number, recipe in enumerate(["smoke", "dflash"]):
+        name = f"blind-{number}"
+        arguments = place.arguments(recipe, "~callbacks.speculative_eval", *ON_CPU, *SHORT, FEW, name=name)
+        assert place.main(["fit", *(a for a in arguments if not a.startswith("callbacks.speculative_eval"))]) == 0
+        assert "tau is not measured" in capsys.readouterr().out
+        assert sorted(p.name for p in (place.run(name) / "checkpoints").iterdir()) == ["last.ckpt"]
+        checked(place, name)

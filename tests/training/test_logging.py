@@ -1,0 +1,119 @@
+"""What a run's log holds, by every shipped logger."""
+
+from __future__ import annotations
+
+import csv
+import json
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from dflash_lightning import module_log
+from dflash_lightning.callbacks import AppendingCSVLogger
+from dflash_lightning.module_log import Throughput, WindowMeans
+
+LENGTHS = [20, 9, 14, 30, 12, 17, 25, 8]
+
+
+class Losses(Callback):
+    """The loss and the gradients' norm of every single optimizer step."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *rest: Any) -> None:
+        self.losses.append(float(outputs["loss"]))
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        gradients = [p.grad for p in pl_module.parameters() if p.grad is not None]
+        self.norms.append(float(torch.nn.utils.get_total_norm(gradients)))
+
+
+def rows_of(path: Any) -> list[dict[str, str]]:
+    with open(path) as file:
+        return list(csv.DictReader(file))
+
+
+def test_written_losses_are_means_since_the_last_written_step(
+    parts: Any, write_rows: Any, tiny_target: Any, tmp_path: Any
+) -> None:
+    make_module, make_data, make_trainer = parts
+    losses, logger = Losses(), AppendingCSVLogger(tmp_path, name="", version="logs")
+    trainer = make_trainer(tmp_path, max_epochs=2, log_every_n_steps=3, logger=logger, callbacks=[losses])
+    trainer.fit(make_module(tiny_target), datamodule=make_data(tiny_target, write_rows(LENGTHS), packing=False))
+    written = [row for row in rows_of(tmp_path / "logs" / "metrics.csv") if row["train/loss"]]
+    assert [int(row["step"]) for row in written] == [2, 5, 8, 11, 14]
+    for number, row in enumerate(written):
+        window = slice(3 * number, 3 * number + 3)
+        assert float(row["train/loss"]) == pytest.approx(sum(losses.losses[window]) / 3, rel=1e-5)
+        assert float(row["train/grad_norm"]) == pytest.approx(sum(losses.norms[window]) / 3, rel=1e-5)
+        assert float(row["train/tokens_per_second"]) > 0 and float(row["train/memory_gib"]) > 0
+        assert 0 < float(row["train/lr"]) <= 1e-2
+    assert len({row["train/lr"] for row in written}) == 5
+
+
+def test_tensorboard_holds_figures_texts_settings_and_a_layout(place: Any) -> None:
+    assert place.fit("smoke", "trainer.max_epochs=1", name="tensorboard") == 0
+    logs = place.run("tensorboard") / "logs"
+    events = EventAccumulator(str(logs)).Reload()
+    scalars = set(events.Tags()["scalars"])
+    assert {"train/loss", "train/lr", "train/grad_norm", "train/tokens_per_second", "train/memory_gib"} <= scalars
+    assert {"decode/tau", "train/accuracy/slot_1"} <= scalars and "hp_metric" not in scalars
+    texts = [tag for tag in events.Tags()["tensors"] if tag.startswith("decode/sample_")]
+    assert len(texts) == 2
+    shown = events.Tensors(texts[0])[0].tensor_proto.string_val[0].decode()
+    assert "    <|im_start|>user\n    tell 0" in shown
+    plugins = {tag: content for tag, content in events.summary_metadata.items() if "hparams" in tag}
+    assert any(b"optim.lr" in metadata.plugin_data.content for metadata in plugins.values())
+    assert any("custom_scalars" in tag for tag in events.Tags()["tensors"])
+    settings = (logs / "hparams.yaml").read_text()
+    assert "optim.lr: 0.002" in settings and "block.block_size: 4" in settings
+
+
+def test_a_resumed_run_keeps_the_rows_of_its_table(place: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = ["logger=csv", "callbacks=[checkpoint_last]", "data.packing=false", "trainer.max_epochs=1"]
+    assert place.fit("smoke", *settings, name="table") == 0
+    table = place.run("table") / "logs" / "metrics.csv"
+    before = rows_of(table)
+    assert len(before) == 12
+    arguments = ["fit", str(place.run("table")), "--extend", "trainer.max_epochs=2"]
+    assert place.main(arguments) == 0
+    after = rows_of(table)
+    assert [int(row["step"]) for row in after] == list(range(24))
+    assert [row["train/loss"] for row in after[:12]] == [row["train/loss"] for row in before]
+
+
+def test_tokens_per_second_leave_evaluations_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = {"now": 10.0}
+    monkeypatch.setattr(module_log.time, "monotonic", lambda: clock["now"])
+    speed = Throughput()
+    speed.add(torch.tensor(100.0))
+    speed.add(torch.tensor(50.0))
+    clock["now"] = 40.0
+    speed.leave_out(25.0)
+    assert float(speed.take()) == pytest.approx(30.0)
+    clock["now"] = 42.0
+    speed.add(torch.tensor(10.0))
+    assert float(speed.take()) == pytest.approx(5.0)
+
+
+def test_means_begin_anew_after_a_written_step() -> None:
+    means = WindowMeans()
+    values = [means.add({"a": torch.tensor(float(v))})["a"].item() for v in (2, 4)]
+    means.begin()
+    assert [*values, means.add({"a": torch.tensor(9.0)})["a"].item()] == [2.0, 3.0, 9.0]
+
+
+def test_a_logger_whose_package_is_missing_is_a_fault_of_the_recipe(
+    place: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dflash_lightning.recipe_check.find_spec", lambda name: None)
+    monkeypatch.setattr("dflash_lightning.target.load_target", lambda *a, **k: pytest.fail("weights were loaded"))
+    assert place.fit("smoke", "logger=wandb", name="no-wandb") == 2
+    assert "logger: the Python package wandb is not installed. Run: pip install wandb" in capsys.readouterr().err
+    json.dumps(place.run("no-wandb").exists())
+    assert not place.run("no-wandb").exists()
