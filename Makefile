@@ -56,10 +56,11 @@ quickstart: $(INSTALLED)
 # goes to a process as a whole, so that what its tests share (a trained run, say) is made once. The compiled tests share
 # one cache of the compiler, so they run in one process.
 WORKERS ?= auto
+DIST ?= loadfile
 test: export OMP_NUM_THREADS = 1
 test: $(DEVELOPED)
 	$(BIN)/python tests/fetch_tokenizers.py
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile $(SHAPE_HOOK) -m 'not compiled and not parity'
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist $(DIST) $(SHAPE_HOOK) -m 'not compiled and not parity'
 	$(BIN)/python -m pytest -q -m compiled
 
 # These programs need versions of their own, so they run in an environment of their own, .parity.
