@@ -9,8 +9,14 @@ from dflash_lightning import __version__
 from dflash_lightning.commands.argument_types import count as _count
 from dflash_lightning.commands.argument_types import ids as _ids
 from dflash_lightning.commands.argument_types import mapping as _mapping
-from dflash_lightning.commands.argument_types import probability as _probability
-from dflash_lightning.commands.argument_types import temperature as _temperature
+from dflash_lightning.commands.shared_arguments import (
+    DRAFT_HELP,
+    TARGET_HELP,
+    add_device_arguments,
+    add_other_target,
+    add_sampling_arguments,
+    add_target_arguments,
+)
 from dflash_lightning.recipe_folders import recipe_names
 
 _EPILOG = """\
@@ -22,8 +28,6 @@ a first session:
 """
 
 _Commands: TypeAlias = "argparse._SubParsersAction[_Parser]"
-_DRAFT_HELP = "a run folder (its best checkpoint), a checkpoint file, or an exported folder"
-_TARGET_HELP = "path, hub id, GGUF file or name of a target option (see `dflash recipes`)"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -111,37 +115,6 @@ trainer.max_time save before they end it. The exit status is 130 for a run that 
     )
 
 
-def _add_target_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--target", metavar="T", help=f"{_TARGET_HELP}; default: the target the drafter was made for")
-    _add_other_target(parser)
-    _add_device_arguments(parser)
-
-
-def _add_other_target(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--other-target",
-        action="store_true",
-        help="--target is not the one the drafter was made for, but of the same shape (a fine-tuned one): use it there",
-    )
-
-
-def _add_device_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", metavar="D", help="cpu, cuda, cuda:1 ...; default: cuda where there is one")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of the target")
-
-
-def _add_sampling_arguments(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
-    parser.add_argument(
-        "--max-new-tokens", type=_count, default=max_new_tokens, metavar="N", help="default: %(default)s"
-    )
-    parser.add_argument("--temperature", type=_temperature, default=0.0, metavar="T", help="0 is greedy (the default)")
-    parser.add_argument("--top-k", type=_count, metavar="K", help="sample among the K likeliest tokens")
-    parser.add_argument(
-        "--top-p", type=_probability, metavar="P", help="sample among the likeliest tokens that hold probability P"
-    )
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the sampling; default: 0")
-
-
 def _add_evaluate(commands: _Commands) -> None:
     text = """\
 Decode held-out prompts with and without the drafter, through the same loop, and report tokens committed per round
@@ -155,9 +128,9 @@ measured on the same prompts and shown side by side.
 The exit status is 1 when output is not the target's own (in bfloat16 and float16: by more than rounding)."""
     parser = _add(commands, "evaluate", "measure drafters on prompts", text)
     parser.add_argument(
-        "--draft", required=True, nargs="+", action="extend", metavar="PATH", help=f"one or more; each {_DRAFT_HELP}"
+        "--draft", required=True, nargs="+", action="extend", metavar="PATH", help=f"one or more; each {DRAFT_HELP}"
     )
-    _add_target_arguments(parser)
+    add_target_arguments(parser)
     parser.add_argument("--eager", action="store_true", help="do not compile the draft step")
     parser.add_argument(
         "--prompts",
@@ -168,7 +141,7 @@ The exit status is 1 when output is not the target's own (in bfloat16 and float1
         help="one or more: JSONL with messages, conversations or turns",
     )
     parser.add_argument("--limit", type=_count, metavar="N", help="use the first N prompts of each; default: all")
-    _add_sampling_arguments(parser, max_new_tokens=256)
+    add_sampling_arguments(parser, max_new_tokens=256)
     parser.add_argument("--batch-size", type=_count, default=1, metavar="B", help="prompts decoded at once; default: 1")
     parser.add_argument("--json", metavar="OUT", help="also write the report to this file")
 
@@ -181,9 +154,9 @@ one at a time, the three taking turns; the others in batches. The exit status is
 (in bfloat16 and float16: by more than rounding), and when tau is below --min-tau."""
     parser = _add(commands, "report", "a finished run's numbers, against two baselines", text)
     parser.add_argument("run_dir", metavar="RUN", help="the run folder")
-    parser.add_argument("--target", metavar="T", help=f"{_TARGET_HELP}; default: the run's")
-    _add_other_target(parser)
-    _add_device_arguments(parser)
+    parser.add_argument("--target", metavar="T", help=f"{TARGET_HELP}; default: the run's")
+    add_other_target(parser)
+    add_device_arguments(parser)
     parser.add_argument(
         "--prompts", metavar="FILE", help="default: the held-out prompts of the run's recipe; else the quickstart's"
     )
@@ -212,8 +185,8 @@ accepted are shown in green.
 
 The draft step is compiled when the answer asked for is long enough to pay that back."""
     parser = _add(commands, "generate", "answer prompts, or chat", text)
-    parser.add_argument("--draft", required=True, metavar="PATH", help=_DRAFT_HELP)
-    _add_target_arguments(parser)
+    parser.add_argument("--draft", required=True, metavar="PATH", help=DRAFT_HELP)
+    add_target_arguments(parser)
     compiling = parser.add_mutually_exclusive_group()
     compiling.add_argument("--eager", action="store_true", help="do not compile the draft step")
     compiling.add_argument("--compile", action="store_true", help="compile the draft step, however short the answer")
@@ -225,7 +198,7 @@ The draft step is compiled when the answer asked for is long enough to pay that 
     )
     prompt.add_argument("--chat", action="store_true", help="a conversation in the terminal")
     parser.add_argument("--limit", type=_count, metavar="N", help="of --prompts: the first N; default: all")
-    _add_sampling_arguments(parser, max_new_tokens=256)
+    add_sampling_arguments(parser, max_new_tokens=256)
     parser.add_argument("--color", choices=["auto", "always", "never"], default="auto", help="default: in a terminal")
     parser.add_argument(
         "--json", action="store_true", help="print JSON instead, a line per prompt: output_ids, committed, times"
@@ -248,13 +221,13 @@ given again. Beside OUT stand OUT.meta.json (what the answers were made with; `d
 OUT.failed.jsonl (line and reason of prompts without answer)."""
     parser = _add(commands, "regenerate", "make training data: the target's own responses", text)
     parser.add_argument("prompts", metavar="PROMPTS", help="a file, or package://NAME/FILE inside a Python package")
-    parser.add_argument("--target", required=True, metavar="T", help=_TARGET_HELP)
+    parser.add_argument("--target", required=True, metavar="T", help=TARGET_HELP)
     parser.add_argument("--out", required=True, metavar="OUT", help="JSON lines to write: ids, loss mask and messages")
     parser.add_argument("--limit", type=_count, metavar="N", help="use the first N prompts; default: all")
-    _add_sampling_arguments(parser, max_new_tokens=512)
+    add_sampling_arguments(parser, max_new_tokens=512)
     parser.add_argument("--batch-size", type=_count, default=8, metavar="B", help="answered at once; default: 8")
     parser.add_argument(
-        "--draft", metavar="PATH", help=f"a drafter of the target, used if it measures faster; {_DRAFT_HELP}"
+        "--draft", metavar="PATH", help=f"a drafter of the target, used if it measures faster; {DRAFT_HELP}"
     )
     parser.add_argument("--eager", action="store_true", help="do not compile the draft step")
     parser.add_argument(
@@ -264,7 +237,7 @@ OUT.failed.jsonl (line and reason of prompts without answer)."""
         help="""such as '{"enable_thinking": false}'; default: those of --draft; train with data.chat_template_kwargs
         set to the same""",
     )
-    _add_device_arguments(parser)
+    add_device_arguments(parser)
 
 
 def _add_inspect(commands: _Commands) -> None:
@@ -283,7 +256,7 @@ those of a line from 0, "anchors" are positions at which a block can start) and 
     parser = _add(commands, "inspect", "show training rows with their masks, and count what is dropped", text)
     parser.add_argument("data", metavar="DATA", help="a data file, or a recipe (name, YAML file or run folder)")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, such as data.truncate=left")
-    parser.add_argument("--target", metavar="T", help=f"{_TARGET_HELP}; a recipe has its own")
+    parser.add_argument("--target", metavar="T", help=f"{TARGET_HELP}; a recipe has its own")
     parser.add_argument("--limit", type=_count, metavar="N", help="read the first N rows of every source; default: all")
     parser.add_argument("--json", action="store_true", help="print one JSON object per document or dropped row")
     parser.add_argument(
@@ -312,8 +285,8 @@ to check any engine against, and a model card. What a format cannot hold is refu
   vllm          vLLM's method "dflash"
   speculators   the speculators library and vLLM; the only one that holds a reduced draft vocabulary"""
     parser = _add(commands, "export", "write a drafter for a server", text)
-    parser.add_argument("--draft", required=True, metavar="PATH", help=_DRAFT_HELP)
-    parser.add_argument("--target", metavar="T", help=f"{_TARGET_HELP}; default: the target the drafter was made for")
+    parser.add_argument("--draft", required=True, metavar="PATH", help=DRAFT_HELP)
+    parser.add_argument("--target", metavar="T", help=f"{TARGET_HELP}; default: the target the drafter was made for")
     parser.add_argument("--format", required=True, choices=["hf", "zlab", "sglang", "vllm", "speculators"])
     parser.add_argument("--out", required=True, metavar="DIR", help="folder to write; it must not exist")
     parser.add_argument("--replace", action="store_true", help="replace DIR if it exists")
@@ -322,7 +295,7 @@ to check any engine against, and a model card. What a format cannot hold is refu
     )
     parser.add_argument("--prompts", metavar="FILE", help="JSONL for the replay; default: the run's, or a few of ours")
     parser.add_argument("--max-new-tokens", type=_count, default=48, metavar="N", help="replayed; default: %(default)s")
-    _add_device_arguments(parser)
+    add_device_arguments(parser)
 
 
 def _add_check(commands: _Commands) -> None:
@@ -334,9 +307,9 @@ faults are those of an engine: a JSON file {"prompts": [{"prompt_ids": [..], "dr
 what it drafted for the replay's prompts (logits are optional). The exit status is 1 when anything differs."""
     parser = _add(commands, "check", "hold an exported folder to its replay", text)
     parser.add_argument("folder", metavar="DIR", help="a folder that dflash export wrote")
-    parser.add_argument("--target", metavar="T", help=f"{_TARGET_HELP}; default: the one that the replay names")
+    parser.add_argument("--target", metavar="T", help=f"{TARGET_HELP}; default: the one that the replay names")
     parser.add_argument("--observed", metavar="FILE", help="what an engine drafted for the replay's prompts")
-    _add_device_arguments(parser)
+    add_device_arguments(parser)
 
 
 def _add_show(commands: _Commands) -> None:
