@@ -18,11 +18,12 @@ SHAPE_HOOK := --jaxtyping-packages=dflash_lightning,beartype.beartype
 STARTED := $(shell date +%s)
 
 .DELETE_ON_ERROR:
-.PHONY: help install quickstart test parity lint format clean
+.PHONY: help install quickstart test sweep parity lint format clean
 
 help:
 	@echo 'make quickstart  install, train a drafter for SmolLM2-135M-Instruct, measure it: runs/quickstart/report.json'
 	@echo 'make test        install, run the test suite'
+	@echo 'make sweep       every causal language model of transformers at toy size: right as a target, or refused by name'
 	@echo 'make parity      hold drafters against other programs: z-lab dflash, speculators, SpecForge (Python >= 3.11)'
 	@echo 'make lint        ruff and mypy'
 	@echo 'make format      let ruff rewrite what lint would refuse'
@@ -60,8 +61,13 @@ DIST ?= loadfile
 test: export OMP_NUM_THREADS = 1
 test: $(DEVELOPED)
 	$(BIN)/python tests/fetch_tokenizers.py
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist $(DIST) $(SHAPE_HOOK) -m 'not compiled and not parity'
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist $(DIST) $(SHAPE_HOOK) -m 'not compiled and not parity and not sweep'
 	$(BIN)/python -m pytest -q -m compiled
+
+# Some 200 families, about a third of a CPU-second each; `make test` holds one family of every kind.
+sweep: export OMP_NUM_THREADS = 1
+sweep: $(DEVELOPED)
+	$(BIN)/python -m pytest -q -m sweep tests/target/test_families.py
 
 # These programs need versions of their own, so they run in an environment of their own, .parity.
 parity: export OMP_NUM_THREADS = 1

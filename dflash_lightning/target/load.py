@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PretrainedConfig
 
 from dflash_lightning.ops.cpu_speed import bfloat16_is_slow
 from dflash_lightning.target.bars import patient_bars
@@ -125,12 +126,12 @@ def _read_tokenizer(where: Source, remote: dict[str, Any]) -> Any:
     """
     if not _has_tokenizer(where):
         return None
-    if where.gguf_file is None:
-        for name in _TOKENIZER_JSON:
-            check_json(Path(where.location) / name)
     try:
         return AutoTokenizer.from_pretrained(where.location, **remote)
     except Exception as error:  # tokenizers raises plain Exception
+        if where.gguf_file is None:
+            for name in _TOKENIZER_JSON:
+                check_json(Path(where.location) / name)
         reason = (str(error).strip() or "no reason given").splitlines()[0]
         raise ValueError(
             f"target: the tokenizer of {where.name} cannot be loaded ({type(error).__name__}: {reason}). Copy or "
@@ -172,7 +173,20 @@ def _load_folder(where: Source, remote: dict[str, Any], keywords: dict[str, Any]
     check_structure(config, where.name)
     tokenizer = _read_tokenizer(where, remote)  # cheap, and a fault in it is said before the weights are read
     load = partial(AutoModelForCausalLM.from_pretrained, where.location, config=config, **remote, **keywords)
-    return load_model(load, config, where.name), tokenizer
+    try:
+        return load_model(load, config, where.name), tokenizer
+    except ValueError:
+        if (fetched := _fetched_folder(where, remote)) is not None:
+            check_files(fetched, config, where.name)  # names the file at fault, if it is a file
+        raise
+
+
+def _fetched_folder(where: Source, remote: dict[str, Any]) -> Path | None:
+    """Where the files of a hub repository lie on this machine; null for a local folder."""
+    if Path(where.location).is_dir():
+        return None
+    found = try_to_load_from_cache(where.location, "config.json", revision=remote.get("revision"))
+    return Path(found).parent if isinstance(found, str) else None
 
 
 def _warn_of_broken_generation(folder: Path) -> None:
@@ -209,8 +223,11 @@ def _kept_copy(where: Source) -> Source | None:
 def _is_damaged(folder: Path, name: str) -> bool:
     """Whether the copy cannot be read; then a warning says so, and it no longer counts as complete."""
     try:
-        check_files(folder, AutoConfig.from_pretrained(folder), name)
-        check_json(folder / "tokenizer.json")
+        check_files(folder, PretrainedConfig(), name)
+        for file in ("config.json", "tokenizer_config.json"):
+            check_json(folder / file)
+        if not (folder / "tokenizer.json").read_bytes().rstrip().endswith(b"}"):  # too long to be parsed twice
+            raise ValueError(f"target: {folder / 'tokenizer.json'} is cut short.")
     except (OSError, ValueError) as error:
         warnings.warn(f"{error} It is the copy that is kept of {name}, and is made again.", stacklevel=2)
         forget(folder)
@@ -230,6 +247,11 @@ def _read_config(where: Source, keywords: dict[str, Any]) -> Any:
         reason = " ".join(str(error).split()) or type(error).__name__
         if "gguf_file" in keywords:
             fault = f"{where.name} cannot be read as a GGUF file ({reason}): cut short or damaged. Copy it again."
+        elif (Path(where.location) / "adapter_config.json").is_file():
+            fault = (
+                f"{where.name} holds an adapter and no model. Load it with PEFT, call merge_and_unload(), save the "
+                "result with its tokenizer, and give that folder."
+            )
         elif isinstance(error, (OSError, ValueError)):
             fault = (
                 f"no model could be read at {where.name}: {str(error).splitlines()[0]} Give a folder with a "

@@ -12,9 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from dflash_lightning.target import checkpoint_files, load_target, load_text
+from dflash_lightning.target import load as load_module
 
 Weights = dict[str, Tensor]
 WEIGHTS = "model.safetensors"
@@ -273,6 +274,29 @@ def test_a_damaged_generation_config_is_said(folder: Path) -> None:
     (folder / "generation_config.json").write_text('{"eos_token_id": [2')
     with pytest.warns(UserWarning, match=r"generation_config.json cannot be read as JSON .* stop tokens are not known"):
         load_target(str(folder))
+
+
+def test_a_damaged_file_of_a_hub_repository_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers fetches it and then says only that some header is too large."""
+    (folder / WEIGHTS).write_text(POINTER)
+    for library in (AutoConfig, AutoModelForCausalLM, AutoTokenizer):
+        monkeypatch.setattr(library, "from_pretrained", from_folder(library.from_pretrained, folder))
+    monkeypatch.setattr(load_module, "try_to_load_from_cache", lambda *args, **kw: str(folder / "config.json"))
+    with pytest.raises(ValueError, match=f"weights of owner/name cannot be read: {folder / WEIGHTS} is a git-lfs"):
+        load_target("owner/name")
+
+
+def from_folder(load: Callable, folder: Path) -> Callable:
+    def fetched(name: object, **keywords: object) -> object:
+        return load(folder if name == "owner/name" else name, **keywords)
+
+    return fetched
+
+
+def test_an_adapter_without_its_model_says_what_to_do(folder: Path) -> None:
+    (folder / "config.json").unlink()
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    assert "holds an adapter and no model. Load it with PEFT, call merge_and_unload()" in fault(folder)
 
 
 # -- settings ---------------------------------------------------------------------------------------------------------

@@ -49,6 +49,7 @@ def test_families_of_every_kind_are_right(family: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("family", sweep.FAMILIES)
 def test_every_family_is_right_or_refused_by_name(family: str) -> None:
     check(family)

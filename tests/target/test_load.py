@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import threading
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -300,6 +301,45 @@ def test_a_half_written_cache_is_made_again(gguf_file: Path, tmp_path: Path) -> 
     (kept / "complete").unlink()
     (kept / "model.safetensors").write_bytes(b"cut off")
     assert load_target(str(gguf_file)).facts == expected.facts
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json"])
+def test_a_damaged_copy_is_said_and_made_again(gguf_file: Path, tmp_path: Path, name: str) -> None:
+    expected = load_target(str(gguf_file))
+    (kept,) = (tmp_path / "cache/dflash_lightning/gguf").iterdir()
+    (kept / name).write_bytes((kept / name).read_bytes()[:-20])
+    with pytest.warns(UserWarning, match=rf"{name} .*It is the copy that is kept of .*tiny.gguf, and is made again"):
+        assert load_target(str(gguf_file)).facts == expected.facts
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        assert load_target(str(gguf_file)).facts == expected.facts
+
+
+@pytest.mark.parametrize("load", [load_target, load_text])
+@pytest.mark.parametrize("keep", [0, 60, 3000, -5000])
+def test_a_damaged_gguf_file_is_one_error(gguf_file: Path, keep: int, load: Callable) -> None:
+    whole = gguf_file.read_bytes()
+    gguf_file.write_bytes(whole[:keep])
+    with pytest.raises(ValueError, match=r"target: .*tiny.gguf cannot be read as a GGUF file .*cut short or damaged"):
+        load(str(gguf_file))
+
+
+def test_a_gguf_file_that_lacks_a_tensor_is_refused_and_not_kept(
+    gguf_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gguf = pytest.importorskip("gguf")
+    add_tensor = gguf.GGUFWriter.add_tensor
+
+    def without_one(self: object, name: str, *args: object) -> None:
+        if name != "blk.1.ffn_up.weight":
+            add_tensor(self, name, *args)
+
+    monkeypatch.setattr(gguf.GGUFWriter, "add_tensor", without_one)
+    write_tiny_gguf(gguf, gguf_file)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"tiny.gguf are not those .*missing: model.layers.1.mlp.up_proj.weight"):
+            load_target(str(gguf_file))
+    assert not list((tmp_path / "cache/dflash_lightning/gguf").glob("tiny*"))
 
 
 def complete_folder(path: Path, made_by: str) -> Path:
