@@ -4,7 +4,7 @@
 
 decodes 8 of the quickstart's prompts for 64 tokens in bfloat16, once token by token and once by blocks of 8 of the same
 text, and compares the logits' differences between the best two tokens. A greedy choice can only flip where the gap is
-smaller than that. ``ROUNDING_ULPS`` in decoding/difference.py is chosen by it.
+smaller than that. ``rounding_ulps`` in decoding/difference.py is chosen by it.
 """
 
 from __future__ import annotations

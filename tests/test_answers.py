@@ -125,6 +125,7 @@ def test_a_single_drafters_figures_stand_at_the_top_and_files_repeat(here: Path)
     [
         (["--prompts", "one.jsonl", "one.jsonl"], "--prompts: one.jsonl is given twice"),
         (["--prompts", "one.jsonl", "--draft", "a"], "--draft: a is given twice"),
+        (["--prompts", "one.jsonl", "--json", "not/there.json"], "--json: not/there.json cannot be written"),
         (["--prompts", "one.jsonl", "--other-target"], "--other-target: it says that --target is not"),
         (["--prompts", "one.jsonl", "--target", "tuned"], "To see what it is worth on this one all the same: --other"),
         (["--prompts", "one.jsonl", "--target", "target", "--temperature", "1", "--top-k", "0"], "0 is not 1 or more"),

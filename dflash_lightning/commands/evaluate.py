@@ -29,6 +29,7 @@ def evaluate(args: argparse.Namespace) -> int:
     """
     settings = settings_of(args)
     check_device(args.device)
+    _check_json(args.json)
     files = load_files(args.prompts, args.limit)
     drafts = [find_draft(path) for path in _once(args.draft, "--draft")]
     _check_alike(drafts)
@@ -39,6 +40,14 @@ def evaluate(args: argparse.Namespace) -> int:
     if args.json:
         Path(args.json).write_text(json_text(_report(found, target, settings, files)), encoding="utf-8")
     return 1 if any(measured.evaluation.broken for measured in found) else 0
+
+
+def _check_json(path: str | None) -> None:
+    """Refuse a report that could not be written when all is measured."""
+    if path is not None and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
+        raise ValueError(
+            f"--json: {path} cannot be written: it is a folder, or its folder is not there. Make it first."
+        )
 
 
 def _once(paths: list[str], option: str) -> list[str]:

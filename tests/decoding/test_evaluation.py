@@ -9,7 +9,7 @@ import torch
 
 from dflash_lightning.decoding import DecodingSettings, SamplingSpec, SpeculativeDecoder
 from dflash_lightning.decoding.degenerate import repetition_warning
-from dflash_lightning.decoding.difference import first_difference
+from dflash_lightning.decoding.difference import first_difference, rounding_ulps
 from dflash_lightning.decoding.evaluation import Evaluator
 from dflash_lightning.decoding.interval import difference_interval, pooled_tau, tau_interval
 from dflash_lightning.decoding.stats import DecodeStats
@@ -63,7 +63,7 @@ def _near_tie(target: FrozenTarget, ulps: float) -> tuple[list[int], list[int]]:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("ulps", "verdict"), [(1.0, "up to rounding of"), (12.0, "NO")])
+@pytest.mark.parametrize(("ulps", "verdict"), [(1.0, "up to rounding of"), (8.0, "NO")])
 def test_only_a_near_tie_is_called_rounding(ulps, verdict, dtype, make_tiny_model, byte_tokenizer, make_draft) -> None:
     target = FrozenTarget(make_tiny_model("llama").to(dtype), byte_tokenizer)
     prompt, (best, second) = _near_tie(target, ulps)
@@ -75,6 +75,7 @@ def test_only_a_near_tie_is_called_rounding(ulps, verdict, dtype, make_tiny_mode
     assert difference.ulps == pytest.approx(ulps, abs=2) and difference.rounding == (verdict != "NO")
     assert evaluation.lossless is False and evaluation.broken == (verdict == "NO")
     assert f"lossless: {verdict}" in evaluation.table("title")
+    assert rounding_ulps(4) == rounding_ulps(30) == 4.0 and rounding_ulps(120) == 8.0
     # The same tie in float32 is no excuse.
     single = FrozenTarget(make_tiny_model("llama"), byte_tokenizer)
     tie = {"request": 0, "prompt": prompt, "output": [best], "expected": [second]}
@@ -139,12 +140,7 @@ def test_equal_outputs_have_no_differences(make_target, make_draft) -> None:
         ({"temperature": -1.0}, r"decoding\.temperature: -1\.0 is not >= 0"),
         ({"temperature": float("nan")}, r"decoding\.temperature: nan is not >= 0 and finite"),
         ({"temperature": float("inf")}, r"decoding\.temperature: inf is not >= 0 and finite"),
-        ({"temperature": "warm"}, r"decoding\.temperature: 'warm' is not a number"),
-        ({"temperature": True}, r"decoding\.temperature: True is not a number"),
         ({"temperature": 1.0, "top_p": float("nan")}, r"decoding\.top_p: nan is not in"),
-        ({"temperature": 1.0, "top_k": 2.5}, r"decoding\.top_k: 2\.5 is not a whole number"),
-        ({"seed": 1.5}, r"decoding\.seed: 1\.5 is not a whole number"),
-        ({"seed": None}, r"decoding\.seed: None is not a whole number"),
         ({"temperature": 1.0, "top_k": 0}, r"decoding\.top_k: 0 keeps no token"),
         ({"temperature": 1.0, "top_p": 1.5}, r"decoding\.top_p: 1\.5 is not in"),
         ({"top_k": 5}, r"decoding\.top_k: 5 would be ignored at temperature 0"),
