@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from typing import NoReturn, TypeAlias
+from typing import TypeAlias
 
 from dflash_lightning import __version__
 from dflash_lightning.commands.argument_types import count as _count
@@ -11,7 +11,7 @@ from dflash_lightning.commands.argument_types import ids as _ids
 from dflash_lightning.commands.argument_types import mapping as _mapping
 from dflash_lightning.commands.argument_types import probability as _probability
 from dflash_lightning.commands.argument_types import temperature as _temperature
-from dflash_lightning.recipe_folders import recipe_names
+from dflash_lightning.commands.parser import Parser
 
 _EPILOG = """\
 a first session:
@@ -21,34 +21,21 @@ a first session:
   dflash generate --draft runs/quickstart --prompt "Write a Python function that adds two numbers."
 """
 
-_Commands: TypeAlias = "argparse._SubParsersAction[_Parser]"
+_Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
 _DRAFT_HELP = "a run folder (its best checkpoint), a checkpoint file, or an exported folder"
 _TARGET_HELP = "path, hub id, GGUF file or name of a target option (see `dflash recipes`)"
 
 
-class _Parser(argparse.ArgumentParser):
-    """Adds to argparse's errors what would have been right."""
-
-    def error(self, message: str) -> NoReturn:
-        if "required: RECIPE" in message:
-            names = ", ".join(recipe_names())
-            message += f". Give a shipped recipe ({names}), a YAML file or a run folder of your own (dflash recipes)"
-        super().error(f"{message}\n(dflash {self._command()}--help shows what there is)")
-
-    def _command(self) -> str:
-        return "".join(f"{word} " for word in self.prog.split()[1:])
-
-
 def make_parser() -> argparse.ArgumentParser:
     """The whole grammar; ``command`` is the sub-command's name."""
-    parser = _Parser(
+    parser = Parser(
         prog="dflash",
         description="Train block-diffusion drafters and decode with them, losslessly.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"dflash-lightning {__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=_Parser)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=Parser)
     _add_fit(commands)
     _add_evaluate(commands)
     _add_report(commands)
