@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from typing import TypeAlias
 
 from dflash_lightning import __version__
 from dflash_lightning.commands.argument_types import count as _count
@@ -11,7 +10,8 @@ from dflash_lightning.commands.argument_types import ids as _ids
 from dflash_lightning.commands.argument_types import mapping as _mapping
 from dflash_lightning.commands.argument_types import probability as _probability
 from dflash_lightning.commands.argument_types import temperature as _temperature
-from dflash_lightning.commands.parser import Parser
+from dflash_lightning.commands.grammar_recipes import add_recipes, add_show
+from dflash_lightning.commands.parser import Commands, Parser, add, add_recipe_arguments
 
 _EPILOG = """\
 a first session:
@@ -21,7 +21,6 @@ a first session:
   dflash generate --draft runs/quickstart --prompt "Write a Python function that adds two numbers."
 """
 
-_Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
 _DRAFT_HELP = "a run folder (its best checkpoint), a checkpoint file, or an exported folder"
 _TARGET_HELP = "path, hub id, GGUF file or name of a target option (see `dflash recipes`)"
 
@@ -44,31 +43,12 @@ def make_parser() -> argparse.ArgumentParser:
     _add_inspect(commands)
     _add_export(commands)
     _add_check(commands)
-    _add_show(commands)
-    _add_recipes(commands)
+    add_show(commands)
+    add_recipes(commands)
     return parser
 
 
-def _add(commands: _Commands, name: str, help_: str, text: str) -> argparse.ArgumentParser:
-    parser = commands.add_parser(
-        name, help=help_, description=text, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    parser.set_defaults(command=name, parser=parser)
-    return parser
-
-
-def _add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", metavar="RECIPE", help="a shipped recipe, a YAML file of your own, or a run folder")
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="key=value",
-        help="settings to change, such as optim.lr=1e-3 or trainer=gpu",
-    )
-
-
-def _add_fit(commands: _Commands) -> None:
+def _add_fit(commands: Commands) -> None:
     text = """\
 Train a drafter. Everything goes to the run folder, runs/RECIPE unless run_dir=FOLDER is given: the resolved recipe,
 versions, checkpoints (last and best by tokens per round) and TensorBoard logs.
@@ -81,8 +61,8 @@ trainer.max_time save before they end it. The exit status is 130 for a run that 
   dflash fit dflash target=qwen3_8b data.train=train.jsonl callbacks.speculative_eval.prompts=held_out.jsonl
   dflash fit mine.yaml optim.lr=1e-3 run_dir=runs/higher_lr
   dflash fit runs/mine --extend trainer.max_epochs=12"""
-    parser = _add(commands, "fit", "train a drafter", text)
-    _add_recipe_arguments(parser)
+    parser = add(commands, "fit", "train a drafter", text)
+    add_recipe_arguments(parser)
     parser.add_argument("--fresh", action="store_true", help="start anew; an earlier run is kept as FOLDER.old-N")
     parser.add_argument(
         "--extend",
@@ -129,7 +109,7 @@ def _add_sampling_arguments(parser: argparse.ArgumentParser, max_new_tokens: int
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the sampling; default: 0")
 
 
-def _add_evaluate(commands: _Commands) -> None:
+def _add_evaluate(commands: Commands) -> None:
     text = """\
 Decode held-out prompts with and without the drafter, through the same loop, and report tokens committed per round
 (tau, with the interval that other prompts of the kind would give), acceptance by position, time per token, and whether
@@ -140,7 +120,7 @@ measured on the same prompts and shown side by side.
   dflash evaluate --draft runs/a runs/b --prompts held_out.jsonl --json figures.json
 
 The exit status is 1 when output is not the target's own (in bfloat16 and float16: by more than rounding)."""
-    parser = _add(commands, "evaluate", "measure drafters on prompts", text)
+    parser = add(commands, "evaluate", "measure drafters on prompts", text)
     parser.add_argument(
         "--draft", required=True, nargs="+", action="extend", metavar="PATH", help=f"one or more; each {_DRAFT_HELP}"
     )
@@ -160,13 +140,13 @@ The exit status is 1 when output is not the target's own (in bfloat16 and float1
     parser.add_argument("--json", metavar="OUT", help="also write the report to this file")
 
 
-def _add_report(commands: _Commands) -> None:
+def _add_report(commands: Commands) -> None:
     text = """\
 Measure a finished run on held-out prompts and write report.json into its folder: tau, identity with plain decoding and
 with transformers.generate on every prompt, and seconds per token against both. The first prompts (--timed) are decoded
 one at a time, the three taking turns; the others in batches. The exit status is 1 when output is not the target's own
 (in bfloat16 and float16: by more than rounding), and when tau is below --min-tau."""
-    parser = _add(commands, "report", "a finished run's numbers, against two baselines", text)
+    parser = add(commands, "report", "a finished run's numbers, against two baselines", text)
     parser.add_argument("run_dir", metavar="RUN", help="the run folder")
     parser.add_argument("--target", metavar="T", help=f"{_TARGET_HELP}; default: the run's")
     _add_other_target(parser)
@@ -187,7 +167,7 @@ one at a time, the three taking turns; the others in batches. The exit status is
     parser.set_defaults(temperature=0.0, top_k=None, top_p=None, seed=0, eager=False)
 
 
-def _add_generate(commands: _Commands) -> None:
+def _add_generate(commands: Commands) -> None:
     text = """\
 Answer a prompt, a file of prompts, or what is typed, streaming. Tokens that the drafter proposed and the target
 accepted are shown in green.
@@ -198,7 +178,7 @@ accepted are shown in green.
                                                                   Ctrl-C ends an answer
 
 The draft step is compiled when the answer asked for is long enough to pay that back."""
-    parser = _add(commands, "generate", "answer prompts, or chat", text)
+    parser = add(commands, "generate", "answer prompts, or chat", text)
     parser.add_argument("--draft", required=True, metavar="PATH", help=_DRAFT_HELP)
     _add_target_arguments(parser)
     compiling = parser.add_mutually_exclusive_group()
@@ -219,7 +199,7 @@ The draft step is compiled when the answer asked for is long enough to pay that 
     )
 
 
-def _add_regenerate(commands: _Commands) -> None:
+def _add_regenerate(commands: Commands) -> None:
     text = """\
 Let the target answer prompts, so that a drafter can learn to predict the target. Every user message is answered in a
 conversation whose earlier answers are the target's own; system prompts and tools are kept.
@@ -233,7 +213,7 @@ PROMPTS is JSON lines, a JSON list or Parquet, compressed or not, of turns, mess
 instructions or prompts; answers in it are ignored. An interrupted run goes on where it stopped when the same command is
 given again. Beside OUT stand OUT.meta.json (what the answers were made with; `dflash fit` reads it) and, if any,
 OUT.failed.jsonl (line and reason of prompts without answer)."""
-    parser = _add(commands, "regenerate", "make training data: the target's own responses", text)
+    parser = add(commands, "regenerate", "make training data: the target's own responses", text)
     parser.add_argument("prompts", metavar="PROMPTS", help="a file, or package://NAME/FILE inside a Python package")
     parser.add_argument("--target", required=True, metavar="T", help=_TARGET_HELP)
     parser.add_argument("--out", required=True, metavar="OUT", help="JSON lines to write: ids, loss mask and messages")
@@ -254,7 +234,7 @@ OUT.failed.jsonl (line and reason of prompts without answer)."""
     _add_device_arguments(parser)
 
 
-def _add_inspect(commands: _Commands) -> None:
+def _add_inspect(commands: Commands) -> None:
     text = """\
 Show rows as training will see them: ids, text and mask of every document, what is dropped and why; then, on standard
 error, the account that training prints, places for blocks, and what evaluation prompts share with the rows. Only the
@@ -267,7 +247,7 @@ tokenizer is loaded. The exit status is 1 where training would refuse the data, 
 
 --json prints {"line", "row", "input_ids", "loss_mask", "supervised_text", "anchors"} for every document ("row" counts
 those of a line from 0, "anchors" are positions at which a block can start) and {"line", "dropped"} otherwise."""
-    parser = _add(commands, "inspect", "show training rows with their masks, and count what is dropped", text)
+    parser = add(commands, "inspect", "show training rows with their masks, and count what is dropped", text)
     parser.add_argument("data", metavar="DATA", help="a data file, or a recipe (name, YAML file or run folder)")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, such as data.truncate=left")
     parser.add_argument("--target", metavar="T", help=f"{_TARGET_HELP}; a recipe has its own")
@@ -288,7 +268,7 @@ those of a line from 0, "anchors" are positions at which a block can start) and 
     parser.add_argument("--color", choices=["auto", "always", "never"], default="auto", help="default: in a terminal")
 
 
-def _add_export(commands: _Commands) -> None:
+def _add_export(commands: Commands) -> None:
     text = """\
 Write a drafter as a folder that another program serves: config.json and weights as that program reads them, a replay
 to check any engine against, and a model card. What a format cannot hold is refused before anything is written.
@@ -298,7 +278,7 @@ to check any engine against, and a model card. What a format cannot hold is refu
   sglang        SGLang's DFLASH
   vllm          vLLM's method "dflash"
   speculators   the speculators library and vLLM; the only one that holds a reduced draft vocabulary"""
-    parser = _add(commands, "export", "write a drafter for a server", text)
+    parser = add(commands, "export", "write a drafter for a server", text)
     parser.add_argument("--draft", required=True, metavar="PATH", help=_DRAFT_HELP)
     parser.add_argument("--target", metavar="T", help=f"{_TARGET_HELP}; default: the target the drafter was made for")
     parser.add_argument("--format", required=True, choices=["hf", "zlab", "sglang", "vllm", "speculators"])
@@ -312,40 +292,15 @@ to check any engine against, and a model card. What a format cannot hold is refu
     _add_device_arguments(parser)
 
 
-def _add_check(commands: _Commands) -> None:
+def _add_check(commands: Commands) -> None:
     text = """\
 Load an exported folder as its consumer would, draft its replay again, compare logits, drafts and committed tokens, and
 say in words what differs. Where logits differ, single faults (RoPE, layer ids off by one, causality, attention scale,
 mask id, norms, dtype ...) are tried, and the one that brings the recorded logits out is named. With --observed the
 faults are those of an engine: a JSON file {"prompts": [{"prompt_ids": [..], "draft_ids": [..], "logits": [[..]]}]} of
 what it drafted for the replay's prompts (logits are optional). The exit status is 1 when anything differs."""
-    parser = _add(commands, "check", "hold an exported folder to its replay", text)
+    parser = add(commands, "check", "hold an exported folder to its replay", text)
     parser.add_argument("folder", metavar="DIR", help="a folder that dflash export wrote")
     parser.add_argument("--target", metavar="T", help=f"{_TARGET_HELP}; default: the one that the replay names")
     parser.add_argument("--observed", metavar="FILE", help="what an engine drafted for the replay's prompts")
     _add_device_arguments(parser)
-
-
-def _add_show(commands: _Commands) -> None:
-    text = """\
-Print the recipe with every value resolved. Saved to a file, it reruns to the same run. With --all: one line for every
-setting that there is, with its value, default, range and what it does.
-
-  dflash show quickstart
-  dflash show mine.yaml --all | grep lr
-
-Loss terms and callbacks have names, and are added up: ~loss.NAME takes one out (in a file: NAME: null under loss), and
-loss=OPTION replaces them all. What is wrong with the recipe goes to standard error, and the exit status is then 2."""
-    parser = _add(commands, "show", "print the resolved recipe", text)
-    _add_recipe_arguments(parser)
-    parser.add_argument("--all", action="store_true", help="every setting, with default, range and a line of help")
-
-
-def _add_recipes(commands: _Commands) -> None:
-    text = """\
-List recipes and the options of each group, each with a line of what it is.
-
-  dflash recipes
-  dflash recipes mine.yaml     also those beside a recipe of your own: mine.yaml finds loss/focal.yaml as loss=focal"""
-    parser = _add(commands, "recipes", "list recipes and the options of each group", text)
-    parser.add_argument("recipe", nargs="?", metavar="RECIPE", help="a recipe file of your own, or a folder of them")

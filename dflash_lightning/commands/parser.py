@@ -1,11 +1,13 @@
-"""argparse's parser with errors that say what would have been right."""
+"""What the commands' parsers share: errors that say what would have been right, and arguments of recipes."""
 
 from __future__ import annotations
 
 import argparse
-from typing import NoReturn
+from typing import NoReturn, TypeAlias
 
 from dflash_lightning.recipe_folders import recipe_names
+
+Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
 
 
 class Parser(argparse.ArgumentParser):
@@ -19,3 +21,24 @@ class Parser(argparse.ArgumentParser):
 
     def _command(self) -> str:
         return "".join(f"{word} " for word in self.prog.split()[1:])
+
+
+def add(commands: Commands, name: str, help_: str, text: str) -> argparse.ArgumentParser:
+    """The parser of one command, with what every command takes."""
+    parser = commands.add_parser(
+        name, help=help_, description=text, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    parser.set_defaults(command=name, parser=parser)
+    return parser
+
+
+def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
+    """A recipe and the settings behind it."""
+    parser.add_argument("recipe", metavar="RECIPE", help="a shipped recipe, a YAML file of your own, or a run folder")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="settings to change, such as optim.lr=1e-3 or trainer=gpu",
+    )
