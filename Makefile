@@ -48,7 +48,7 @@ quickstart: $(INSTALLED)
 	$(BIN)/dflash fit quickstart
 	$(BIN)/dflash report runs/quickstart --keep --started $(STARTED) --min-tau 2.2 \
 	  --prompts package://dflash_lightning/data/quickstart/test.jsonl \
-	  --limit 40 --timed 8 --max-new-tokens 96 --batch-size 16 \
+	  --limit 40 --timed 4 --max-new-tokens 96 --batch-size 18 \
 	  --note 'held-out templates of the training domain (in-domain)'
 
 # Twice: torch.compile cannot trace functions that the shape hook has wrapped. One process per core, each with one thread:

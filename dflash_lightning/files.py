@@ -39,7 +39,7 @@ def find_draft_place(path: str | Path, *, setting: str) -> Path | None:
     """What is to be read for a drafter at ``path``: a checkpoint file, or a folder with a config.json.
 
     Of a run folder it is the best checkpoint, else the last one. Null where nothing is there, but ``path`` may be a hub
-    repository (owner/name); a path below a folder that is here is none.
+    repository (owner/name); a path below a folder that is here is none, nor is one below ``runs``, where runs are kept.
 
     Raises:
         ValueError: there is no drafter; ``setting`` says where the path was written.
@@ -49,7 +49,7 @@ def find_draft_place(path: str | Path, *, setting: str) -> Path | None:
         return place
     if not place.is_dir():
         owner, _, name = str(path).partition("/")
-        if name and "/" not in name and owner not in ("", ".", "..", "~") and not Path(owner).exists():
+        if name and "/" not in name and owner not in ("", ".", "..", "~", "runs") and not Path(owner).exists():
             return None
         raise ValueError(f"{setting}: there is no {path}. {DRAFT_PLACES}")
     if (place / RECIPE_FILE).exists():

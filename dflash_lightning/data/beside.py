@@ -38,10 +38,6 @@ _MEDIA = [f"{kind}{form}" for kind in ("image", "audio", "video") for form in ("
 _REFUSED = {
     "history": "is not read. Write the whole conversation as 'messages'",
     **dict.fromkeys([*_MEDIA, "pixelvalues"], "cannot be shown to a text model"),
-    **dict.fromkeys(
-        ("developer", "developermessage", "developerprompt", "developerinstructions"),
-        "is not read. Write it as the first message, with role 'developer'",
-    ),
     "chattemplate": "is not read: every row is rendered with the tokenizer's own template",
     **dict.fromkeys(_OF_TOKENS, 'has no input_ids to belong to. Mark messages instead, with "train": false'),
 }
@@ -49,6 +45,7 @@ _REFUSED = {
 _COPIES = {
     *("prompt", "instruction", "instructions", "input", "query", "preamble", "preprompt"),
     *("context", "contexts", "document", "documents", "retrieveddocuments", "passage", "passages"),
+    *("developer", "developermessage", "developerprompt", "developerinstructions"),
     *("prefill", "assistantprefill", "assistantprefix", "responseprefix"),
 }
 OTHER_READINGS = ("prompt", "instruction", "input")  # keys that another kind of row consists of
@@ -149,9 +146,9 @@ def _agreed(found: Mapping[str, Any], where: str) -> Any:
 
 
 def _says(messages: Sequence[Message], system: str, where: str) -> bool:
-    """Whether the conversation begins with this system text already."""
+    """Whether the conversation begins with this system text already, alone or with more around it."""
     own = [message["content"] for message in messages if message["role"] in ("system", "developer")]
-    if own and (own[0].strip() != system.strip() or messages[0]["role"] != "system"):
+    if own and (system.strip() not in own[0] or messages[0]["role"] not in ("system", "developer")):
         raise ValueError(
             f"{where}: the column says {short(system)}, and the conversation's own system turn {short(own[0])}. "
             "Remove one of them."

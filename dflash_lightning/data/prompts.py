@@ -107,7 +107,8 @@ def left_out_line(prompts: Sequence[Prompt]) -> str | None:
     parts = []
     for why, count in sorted(rows.items()):
         messages = sum(prompt.left_out for prompt in prompts if prompt.why == why)
-        parts.append(f"{count} {'is' if count == 1 else 'are'} {why} ({messages} messages left out)")
+        verb, noun = "is" if count == 1 else "are", "message" if messages == 1 else "messages"
+        parts.append(f"{count} {verb} {why} ({messages} {noun} left out)")
     return f"prompts: of {len(prompts)} rows {'; '.join(parts)}"
 
 

@@ -48,6 +48,10 @@ def test_a_system_text_may_be_parts_or_said_twice_and_says_nothing_when_it_is_em
     assert messages_of({"messages": MESSAGES, "system": [{"type": "text", "text": "Be brief."}]})[0] == SYSTEM
     assert messages_of({"messages": [SYSTEM, *MESSAGES], "system_prompt": "Be brief."}) == [SYSTEM, *MESSAGES]
     assert messages_of({"messages": MESSAGES, "system": "Be brief.", "system_prompt": "Be brief."})[0] == SYSTEM
+    longer = {"role": "system", "content": "Reason in French.\n\nBe brief."}
+    for opening in (longer, {**longer, "role": "developer"}):
+        for key in ("system", "developer"):
+            assert messages_of({"messages": [opening, *MESSAGES], key: "Be brief."}) == [opening, *MESSAGES]
     for empty in ("", None, []):
         assert messages_of({"messages": MESSAGES, "system": empty}) == MESSAGES
 
@@ -152,7 +156,7 @@ def test_tools_of_a_message_that_the_template_does_not_show_make_the_row_unusabl
         ("query", "How cold?", "'query' stands in no message"),
         ("images", ["a.png"], "'images' cannot be shown to a text model"),
         ("audio", {"path": "a.wav"}, "'audio' cannot be shown"),
-        ("developer", "Be kind.", "'developer' is not read. Write it as the first message, with role 'developer'"),
+        ("developer", "Be kind.", "'developer' stands in no message"),
         ("chat_template", "{{ x }}", "'chat_template' is not read"),
         ("tool_choice", "none", "'tool_choice' is 'none', which changes what is served"),
         ("thinking", True, "'thinking' is True, no text. A switch belongs into chat_template_kwargs"),
