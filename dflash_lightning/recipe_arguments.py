@@ -63,7 +63,7 @@ def from_source(path: Any) -> Arguments | None:
     """The arguments as the source text has them; null where that leaves a doubt.
 
     Raises:
-        ValueError: a path into this package that leads nowhere.
+        ValueError: a path into this package that leads nowhere, or a package that is not there.
     """
     signature = read_signature(path) if isinstance(path, str) else None
     if signature is None:

@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from dflash_lightning.recipe_faults import Fault, hint_for
-from dflash_lightning.recipe_folders import folder_words, group_options, recipe_names, recipes_folder
+from dflash_lightning.recipe_folders import folder_words, group_options, misplaced, recipe_names, recipes_folder
 
 _PRIMARY = "dflash_lightning_primary_recipe"  # no configuration of Hydra or of a plugin has this name
 
@@ -71,7 +71,8 @@ def _missing(file: Path, name: str) -> Fault:
     if group:
         known = group_options(recipes_folder(), file.parent).get(group, [])
         where = folder_words(file, f"{group}/")
-        return Fault(str(file), f"no option {group}={option} lies in {where}", hint_for(option, known))
+        do = misplaced(file, group, option) or hint_for(option, known)
+        return Fault(str(file), f"no option {group}={option} lies in {where}", do)
     known = [*recipe_names(), *(path.stem for path in file.parent.glob("*.yaml") if path != file)]
     return Fault(
         str(file), f"its defaults name {option!r}, which is no file in {folder_words(file)}", _near(option, known)

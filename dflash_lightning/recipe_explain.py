@@ -67,8 +67,8 @@ def settings(cfg: DictConfig) -> Iterator[Setting]:
 
 
 def _references(cfg: DictConfig, tree: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Settings of callbacks that stand for a whole group (``${decoding}``), with its values."""
-    for where, value in list(select(tree, "callbacks.*.decoding")):
+    """Settings that stand for a whole group (``${decoding}``, ``${logger}``), with its values."""
+    for where, value in [*select(tree, "*.*"), *select(tree, "callbacks.*.*")]:
         whole = None if value is not UNKNOWN else _group_behind(cfg, where)
         if isinstance(whole, dict):
             yield where, {key: item for key, item in whole.items() if key != "_target_"}

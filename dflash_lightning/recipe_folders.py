@@ -36,3 +36,11 @@ def folder_words(file: Path, inside: str = "") -> str:
     if own == shipped:
         return f"the shipped {inside or 'recipes'}"
     return f"folder {own / inside if inside else own} or among the shipped {inside or 'recipes'}"
+
+
+def misplaced(file: Path, group: str, option: str) -> str:
+    """What to do with an option file of that name that lies where none is looked for; empty where there is none."""
+    for name in (f"{group}/{option}.yml", f"{option}.yaml", f"{option}.yml"):
+        if (found := file.parent / name).is_file() and found.resolve() != file.resolve():
+            return f"Move {name} to {group}/{option}.yaml, where options of this group are looked for"
+    return ""

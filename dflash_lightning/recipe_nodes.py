@@ -77,7 +77,10 @@ class NodeChecker:
         try:
             arguments = self.read(path)
         except ValueError as error:
-            yield Fault(f"{where}._target_", f"{path!r} does not import ({error})", "Give a class's dotted path")
+            do = "Give a class's dotted path"
+            if str(error).startswith("No module named") and not str(path).startswith("dflash_lightning."):
+                do += "; a package of your own is installed (pip install -e FOLDER) or lies on PYTHONPATH"
+            yield Fault(f"{where}._target_", f"{path!r} does not import ({error})", do)
             return
         if arguments is None:
             return

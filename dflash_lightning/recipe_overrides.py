@@ -11,7 +11,7 @@ from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
 
 from dflash_lightning.recipe_faults import Fault, hint_for
-from dflash_lightning.recipe_folders import folder_words, group_options, recipes_folder
+from dflash_lightning.recipe_folders import folder_words, group_options, misplaced, recipes_folder
 
 # Any value of this group that is no option is a model's path, hub id or GGUF file: "target=Qwen/Qwen3-4B".
 TARGET, _CUSTOM = "target", "custom"
@@ -92,7 +92,8 @@ class Overrides:
         for name in value if isinstance(value, list) else [value]:
             if isinstance(name, str) and override.type is not OverrideType.DEL and name not in known:
                 place = folder_words(self.file, f"{group}/")
-                yield Fault(f"{group}={name}", f"no such option in {place}", f"{hint_for(name, known)}{self._own()}")
+                do = misplaced(self.file, group, name) or f"{hint_for(name, known)}{self._own()}"
+                yield Fault(f"{group}={name}", f"no such option in {place}", do)
 
     def _own(self) -> str:
         """Where options of one's own are put, for a recipe that has no place for them."""

@@ -21,13 +21,13 @@ _OURS = ("dflash_lightning.", "lightning.")
 class Range:
     """Bounds of a number; ``above`` and ``below`` are not part of it. ``note`` says what a special value means."""
 
-    least: float | None = None
-    most: float | None = None
-    above: float | None = None
-    below: float | None = None
+    least: int | float | None = None
+    most: int | float | None = None
+    above: int | float | None = None
+    below: int | float | None = None
     note: str = ""
 
-    def holds(self, value: float) -> bool:
+    def holds(self, value: int | float) -> bool:
         """Whether ``value`` is within all bounds; NaN is not."""
         return (
             (self.least is None or value >= self.least)

@@ -93,11 +93,18 @@ def _module(name: str) -> _Module | None:
         return None
 
 
+def _is_absent(package: str) -> bool:
+    try:
+        return package not in sys.modules and find_spec(package) is None
+    except (ImportError, ValueError):
+        return False
+
+
 def find_definition(path: str) -> Definition | None:
     """The class or function at a dotted path; null where only an import can tell.
 
     Raises:
-        NoSuchName: a path into this package that leads nowhere; says what is near.
+        NoSuchName: a path into this package that leads nowhere (says what is near), or a package that is not there.
     """
     module, _, name = path.rpartition(".")
     home = _module(module) if module else None
@@ -105,6 +112,8 @@ def find_definition(path: str) -> Definition | None:
     if home is None:
         if own and module != OWN:
             raise NoSuchName(f"No module named {module!r}")
+        if module and _is_absent(module.split(".")[0]):
+            raise NoSuchName(f"No module named {module.split('.')[0]!r}")
         return None
     found = _look_up(home, name, _DEPTH)
     if found is None and own and name not in _bound(home):

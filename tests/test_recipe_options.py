@@ -72,6 +72,16 @@ def test_errors_of_composing_speak_of_folders(text: str, message: str, write: Wr
         assert internal not in str(caught.value).replace(str(tmp_path), "")
 
 
+@pytest.mark.parametrize("name", ["loss/mine.yml", "mine.yaml"])
+def test_an_option_file_that_lies_elsewhere_is_named(name: str, write: Write) -> None:
+    write(name, "mine: {_target_: dflash_lightning.loss.CrossEntropy}\n")
+    write("a.yaml", "defaults: [smoke, _self_]\n")
+    write("b.yaml", "defaults: [smoke, override loss: mine, _self_]\n")
+    for recipe, overrides in (("a.yaml", ["loss=mine"]), ("b.yaml", [])):
+        with pytest.raises(RecipeError, match=rf"Move {name} to loss/mine\.yaml, where options of this group are"):
+            load_recipe(recipe, overrides)
+
+
 def test_a_recipe_without_self_is_no_warning(write: Write, recwarn: pytest.WarningsRecorder) -> None:
     write("mine.yaml", "defaults: [smoke]\noptim: {lr: 0.5}\n")
     assert load_recipe("mine.yaml").optim.lr == 0.5

@@ -52,7 +52,7 @@ def test_every_setting_has_its_line(lines: dict[str, str]) -> None:
     for group, made, supplied in (("data", DraftData, {"target"}), ("trainer", Trainer, {"callbacks", "logger"})):
         names = set(inspect.signature(made).parameters) - supplied
         assert {f"{group}.{name}" for name in names} <= lines.keys()
-    assert {"seed", "run_dir", "trainer.logger.save_dir", "callbacks.best.monitor", "block.num_anchors"} <= lines.keys()
+    assert {"seed", "run_dir", "logger.save_dir", "callbacks.best.monitor", "block.num_anchors"} <= lines.keys()
 
 
 @pytest.mark.parametrize(
@@ -64,8 +64,9 @@ def test_every_setting_has_its_line(lines: dict[str, str]) -> None:
         ("data.rejected", "runs/quickstart/rejected.jsonl", ["default null", "lists every dropped row"]),
         ("seed", "0", ["between 0 and 4294967295"]),
         ("decoding.verifier", "auto", ["one of 'auto', 'greedy', 'match', 'token'", "longest match"]),
-        ("trainer.max_epochs", "7", ["default null", "-1 or more", "Stop training once this number of epochs"]),
+        ("trainer.max_epochs", "", ["default null", "-1 or more", "Stop training once this number of epochs"]),
         ("callbacks.speculative_eval.decoding", "{temperature: 0.0", ["how to decode"]),
+        ("trainer.logger", "{save_dir: runs/quickstart", ["Logger"]),
         ("target.revision", "null", ["default null", "commit on the hub"]),
     ],
 )

@@ -61,6 +61,7 @@ LIGHT = {
     "wrong type": (["fit", *SMOKE, "optim.lr=fast"], 2, "'fast' (str) does not fit; allowed: number"),
     "out of range": (["fit", *SMOKE, "optim.lr=0"], 2, "optim.lr: 0 is not above 0"),
     "misspelt class": (["fit", *SMOKE, "block._target_=dflash_lightning.block.Anchord"], 2, "but 'Anchored'"),
+    "class of a package that is not there": (["fit", *SMOKE, "head._target_=my_own.Head"], 2, "pip install -e FOLDER"),
     "unknown option": (["fit", *SMOKE, "loss=nope"], 2, "loss=nope: no such option"),
     "missing data": (["fit", *SMOKE, "data.train=gone.jsonl"], 2, "gone.jsonl is not a file"),
     "missing target": (["fit", *SMOKE, "target.source=/gone"], 2, "there is no file or folder /gone"),
