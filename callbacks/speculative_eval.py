@@ -18,11 +18,14 @@ from dflash_lightning.callbacks.agreement import disagreement
 from dflash_lightning.callbacks.figures import acceptance_figure, histogram_figure
 from dflash_lightning.callbacks.samples import log_samples
 from dflash_lightning.callbacks.stopping import last_checkpoint, may_end_at_once
-from dflash_lightning.data import check_prompt_lengths, load_prompts, render_prompt
+from dflash_lightning.data import left_out_line, load_prompts, render_prompt
 from dflash_lightning.decoding import DecodeStats, DecodingSettings
 from dflash_lightning.decoding.evaluation import Evaluation, Evaluator
 from dflash_lightning.metric import SpeculativeMetric
 from dflash_lightning.module import DraftModule
+from dflash_lightning.progress import print_line
+from dflash_lightning.target.room import check_room
+from dflash_lightning.types import Alignment
 
 
 class SpeculativeEval(Callback):
@@ -34,10 +37,11 @@ class SpeculativeEval(Callback):
     ``last.ckpt`` is written before decoding, so that a failure here loses nothing: what was not measured then is
     measured on resuming.
 
-    Logged: ``decode/tau`` (tokens committed per round, pooled), survival by slot, stage times, speed-up over the same
-    loop without drafts and identity with its output on the first ``lossless_prompts`` prompts; histogram and acceptance
-    as figures. ``ModelCheckpoint(monitor="decode/tau", mode="max", save_on_train_epoch_end=False)`` keeps the best: it
-    saves after every evaluation, as it does after a validation.
+    Logged: ``decode/tau`` (tokens committed per round, pooled), survival by slot, shares of answers that repeat
+    themselves or are cut, stage times, identity with the same loop without drafts on the first ``lossless_prompts``
+    prompts and, where one prompt is decoded at a time, the speed-up over it; histogram and acceptance as figures.
+    ``ModelCheckpoint(monitor="decode/tau", mode="max", save_on_train_epoch_end=False)`` keeps the best: it saves after
+    every evaluation, as it does after a validation.
 
     Args:
         prompts: JSONL file of held-out prompts.
@@ -101,9 +105,21 @@ class SpeculativeEval(Callback):
         self._evaluator = None
         rows = load_prompts(self.prompts, limit=self.limit)
         target = pl_module.target
-        self._rendered = [render_prompt(target.tokenizer, row, **self.chat_template_kwargs) for row in rows]
-        reach = self.decoding.max_new_tokens + pl_module.block.block_size
-        check_prompt_lengths(self._rendered, target.facts.max_positions, max_new_tokens=reach)
+        self._rendered = [
+            render_prompt(target.tokenizer, row, vocab_size=target.facts.vocab_size, **self.chat_template_kwargs)
+            for row in rows
+        ]
+        if trainer.is_global_zero and (left_out := left_out_line(rows)) is not None:
+            print_line(left_out)
+        check_room(
+            [len(ids) for ids in self._rendered],
+            target.facts.max_positions,
+            target.facts.name,
+            max_new_tokens=self.decoding.max_new_tokens,
+            num_drafts=Alignment(pl_module.block.block_size, 0, pl_module.block.label_layout).num_drafts,
+            setting="decoding.max_new_tokens",
+            call=lambda place: f"prompt {place + 1} of {self.prompts}",
+        )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Before training; and on resuming what was saved and then not measured, or measured and lost with the run."""
@@ -150,15 +166,15 @@ class SpeculativeEval(Callback):
             return
         begin = time.monotonic()
         with isolate_rng(), may_end_at_once(trainer):
-            evaluation = _reduce(self._evaluate(trainer, pl_module), pl_module.device)
+            evaluation = _reduce(self._evaluate(trainer, pl_module, f"decoding, {title}"), pl_module.device)
         figures = evaluation.figures()
         self.history.append({"step": float(trainer.global_step), **figures})
         self._log(trainer, pl_module, evaluation, figures)
         warning = disagreement(*pl_module.step_log.take_first_slot(), evaluation.stats)
         if trainer.is_global_zero:
-            print(evaluation.table(f"decoding, {title}"), flush=True)
+            print_line(evaluation.table(f"decoding, {title}"))
             if warning is not None and not self._has_warned:
-                print(warning, flush=True)
+                print_line(warning)
                 self._has_warned = True
         for checkpoint in trainer.checkpoint_callbacks:  # decoding is the validation of a drafter
             checkpoint.on_validation_end(trainer, pl_module)
@@ -166,7 +182,7 @@ class SpeculativeEval(Callback):
         self.seconds += seconds
         pl_module.step_log.throughput.leave_out(seconds)
 
-    def _evaluate(self, trainer: Trainer, module: DraftModule) -> Evaluation:
+    def _evaluate(self, trainer: Trainer, module: DraftModule, title: str) -> Evaluation:
         if self._evaluator is None:
             rank, world = trainer.global_rank, trainer.world_size
             numbers = list(range(len(self._rendered)))[rank::world]
@@ -177,8 +193,9 @@ class SpeculativeEval(Callback):
                 self.decoding,
                 num_checked=sum(i < self.lossless_prompts for i in numbers),
                 request_ids=numbers,
+                shown=trainer.is_global_zero,
             )
-        return self._evaluator()
+        return self._evaluator(title)
 
     def _log(self, trainer: Trainer, module: DraftModule, evaluation: Evaluation, figures: dict[str, float]) -> None:
         for name, value in figures.items():
@@ -219,7 +236,8 @@ def _reduce(evaluation: Evaluation, device: torch.device) -> Evaluation:
         return metric.compute()
 
     counts = SpeculativeMetric(0).to(device)
-    counts.update(DecodeStats(0, requests=evaluation.num_checked, generated=evaluation.identical))
+    checked, identical, rounded = evaluation.num_checked, evaluation.identical, evaluation.rounded
+    counts.update(DecodeStats(0, requests=checked, generated=identical, rounds=rounded))
     checks = counts.compute()
     return dataclasses.replace(
         evaluation,
@@ -228,4 +246,5 @@ def _reduce(evaluation: Evaluation, device: torch.device) -> Evaluation:
         plain=total(evaluation.plain),
         num_checked=checks.requests,
         identical=checks.generated,
+        rounded=checks.rounds,
     )

@@ -1,10 +1,11 @@
 """Train block-diffusion drafters for lossless speculative decoding, with PyTorch Lightning.
 
-The seven names a user types load on first use, so that ``import dflash_lightning`` needs neither torch nor Lightning.
+The names a user types load on first use, so that ``import dflash_lightning`` needs neither torch nor Lightning.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from dflash_lightning.lazy import lazy_names
 
 __version__ = "0.1.0"
 
@@ -25,8 +26,4 @@ _HOME = {
 
 __all__ = ["DraftData", "DraftModule", "FrozenTarget", "__version__", "build_recipe", "check_recipe", "load_recipe"]
 
-
-def __getattr__(name: str) -> object:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOME[name]), name)
+__getattr__ = lazy_names(__name__, _HOME)

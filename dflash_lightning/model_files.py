@@ -19,10 +19,12 @@ from torch import Tensor
 from transformers.utils import cached_file, logging
 
 from dflash_lightning.draft_config import NESTED, DraftConfig
+from dflash_lightning.files import CONFIG_FILE
 from dflash_lightning.model_foreign import OURS, Source, adopt_settings, explain_tensors, source_of
 from dflash_lightning.model_vocabulary import VOCABULARY_MAPS, take_extras
+from dflash_lightning.model_weights import check_stored, check_tensors, check_unquantised
 
-CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
+WEIGHTS_FILE = "model.safetensors"
 PARTS = ("conditioning.", "drafter.", "head.")
 _BLOCKS = (NESTED, "rope_parameters", "rope_scaling", "target", "transformer_layer_config", "speculators_config")
 COMPILED = "_orig_mod."
@@ -81,8 +83,9 @@ def read_object(file: Path, advice: str) -> dict[str, Any]:
 
 
 def _make_config(raw: Mapping[str, Any], folder: str | Path) -> DraftConfig:
-    settings = dict(raw) if source_of(raw) is OURS else adopt_settings(raw, str(folder))
+    check_unquantised(raw, str(folder))
     try:
+        settings = dict(raw) if source_of(raw) is OURS else adopt_settings(raw, str(folder))
         return DraftConfig.from_dict(settings)
     except StrictDataclassError as error:
         raise ValueError(f"{folder}: {CONFIG_FILE} contradicts itself ({error.__cause__}). Correct it.") from error
@@ -101,18 +104,25 @@ def load_draft_weights(
     if config is None:
         raw = _read_json(path, **hub)
         source, config = source_of(raw), _make_config(raw, path)
-    with torch.device("meta"):
-        names = file_names(cls(config))
+    else:
+        check_unquantised(config.to_dict(), str(path))
+    try:
+        with torch.device("meta"):
+            names = file_names(cls(config))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
     want_info = kwargs.pop("output_loading_info", False)
     mapping = _key_mapping(names, source)
     kwargs |= {"key_mapping": mapping, "output_loading_info": True, "ignore_mismatched_sizes": True}
     with without_load_report():  # the faults are listed here, and extras are no fault
         try:
+            check_stored(path, **hub)
             model, info = load(str(path), *args, config=config, **kwargs)
         except SafetensorError as error:
             raise _unreadable(path, WEIGHTS_FILE, error) from error
     extras = {*source.copies, *(VOCABULARY_MAPS if source.maps_vocabulary else ())} & {*info["unexpected_keys"]}
     _check_loaded(info, extras, str(path))
+    check_tensors({names[key]: value for key, value in model.state_dict().items()}, str(path))
     if extras:
         take_extras(model, read_tensors(path, sorted(extras), **hub), str(path))
     model._weight_conversions = []  # saving renames by ``file_names``, not by transformers' record of this load

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dflash_lightning.conditioning.kv_injection import default_layer_ids
 from dflash_lightning.draft_config import NESTED, DraftConfig, lift_settings
+from dflash_lightning.layer_ids import spaced_layer_ids
 
 # Settings that belong to a method whose drafters cannot be run here, and tensors by which they show without them.
 _SETTINGS_OF = {
@@ -77,10 +77,11 @@ def adopt_settings(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
         ValueError: the file is no drafter's, is one of a method not supported here, or leaves open what it computes.
     """
     source = source_of(raw)
-    settings = _of_speculators(raw, where) if source is SPECULATORS else lift_settings(raw)
+    settings = _of_speculators(raw, where) if source is SPECULATORS else lift_settings(raw, where)
     _refuse_methods(raw, settings, where)
     if settings.get("target_layer_ids") is None:
         raise ValueError(_no_layer_ids(settings, where))
+    _refuse_other_layer_ids(raw, settings["target_layer_ids"], where)
     _refuse_last_layer(settings, where)
     _warn_unknown(raw)
     kept = {key: value for key, value in settings.items() if key in _FIELDS | _SPECIAL and value is not None}
@@ -92,6 +93,8 @@ def adopt_settings(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
     if "Qwen3DFlashDraftModel" in (raw.get("architectures") or ()):  # NeMo's: bidirectional, whatever the layer type
         kept.setdefault("is_causal", False)
     kept.setdefault("target_hidden_size", kept.get("hidden_size", 0))
+    if "num_key_value_heads" in settings:  # null: as many as there are heads, as transformers has it
+        kept.setdefault("num_key_value_heads", kept.get("num_attention_heads", 0))
     if "head_dim" not in kept:  # any other size does not fit the tensors
         kept["head_dim"] = 128 if settings.get("model_type") == "qwen3" else _divided(kept)
     stated = settings.get("target")  # exports of ours say which target they are for
@@ -138,15 +141,30 @@ def _refuse_methods(raw: Mapping[str, Any], settings: Mapping[str, Any], where: 
 def _no_layer_ids(settings: Mapping[str, Any], where: str) -> str:
     layers, depth = settings.get("num_hidden_layers"), settings.get("num_target_layers")
     advice = "Give a saved drafter's folder."
-    if layers and depth and settings.get("model_type") == "qwen3":
+    default = spaced_layer_ids(depth, layers) if layers and depth else []
+    # A target of few layers gets ids that no drafter can have; then nothing is advised.
+    if default and default == sorted({*default}) and min(default) >= 0 and settings.get("model_type") == "qwen3":
         advice = (
-            f"Where they were left to z-lab's default, write {default_layer_ids(depth, layers)} into config.json; "
+            f"Where they were left to z-lab's default, write {default} into config.json; "
             f"otherwise give a saved drafter's folder."
         )
     return (
         f"{where}: config.json states no target_layer_ids, at the top level or in {NESTED!r}, so it is no drafter "
         f"known here (model_type {settings.get('model_type')!r}). {advice}"
     )
+
+
+def _refuse_other_layer_ids(raw: Mapping[str, Any], ids: Sequence[int], where: str) -> None:
+    """vLLM's own spelling counts states, so its ids are 1 more, and vLLM prefers it to the other one."""
+    for name in ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids"):
+        for place, block in (("", raw), (f"{NESTED}.", raw.get(NESTED) or {})):
+            states = block.get(name)
+            if states is not None and list(states) != [i + 1 for i in ids]:
+                raise ValueError(
+                    f"{where}: config.json states target_layer_ids={list(ids)} and {place}{name}={states}. The latter "
+                    f"counts from the embedding's output, so it should be {[i + 1 for i in ids]}: programs would read "
+                    "different layers. Correct the wrong one. Nothing was loaded."
+                )
 
 
 def _refuse_last_layer(settings: Mapping[str, Any], where: str) -> None:
@@ -221,8 +239,13 @@ def _windows(settings: Mapping[str, Any], source: Source, where: str) -> dict[st
 def _of_speculators(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
     """The settings of a speculators file in z-lab's names; its layer ids count from the embedding, so 1 less here."""
     layers = raw.get("transformer_layer_config") or {}
-    settings = lift_settings(layers)
+    settings = lift_settings(layers, where)
     for key in ("block_size", "mask_token_id", "target_hidden_size", "draft_vocab_size"):
+        if None not in (settings.get(key), raw.get(key)) and settings[key] != raw[key]:
+            raise ValueError(
+                f"{where}: config.json states {key}={raw[key]} and transformer_layer_config.{key}="
+                f"{settings[key]}. Make the two agree."
+            )
         settings[key] = raw.get(key)
     ids = raw.get("aux_hidden_state_layer_ids")
     if ids is not None and min(ids, default=1) < 1:

@@ -45,7 +45,8 @@ class DraftModule(LightningModule):
         target: the frozen model; its embedding and language head serve the drafter.
         loss: terms by name; the training loss is the sum of ``coef * numerator / denominator`` over them.
         draft_vocabulary: ``"data"`` limits the drafter to the token ids that occur in the training rows; null uses all.
-        init_from: a drafter's folder whose weights training starts from; it must have been made for this target.
+        init_from: a run folder, a checkpoint or a drafter's folder whose weights training starts from; it must have
+            been made for this target.
         seed: decides the drafter's initial weights.
     """
 
@@ -100,6 +101,10 @@ class DraftModule(LightningModule):
             self.model.config.chat_template_kwargs = dict(data.chat_template_kwargs)
             self._check_labels(data.summary.labels)
             data.bind(self.block, self.model.alignment, self.required(), self._vocabulary_mask())
+
+    def _used_ids(self) -> dict[int, int]:
+        data = self.trainer.datamodule if self._trainer is not None else None  # type: ignore[attr-defined]
+        return data.used_ids() if data is not None else {}
 
     def _check_labels(self, labels: str) -> None:
         """Refuse greedy responses where a loss term needs the target's own draws; warn where nobody knows."""

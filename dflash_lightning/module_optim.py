@@ -33,12 +33,12 @@ class OptimSettings:
     ``warmup_steps`` wins over ``warmup_fraction`` (of all optimizer steps) when it is given.
     """
 
-    lr: float
-    betas: tuple[float, float] = (0.9, 0.999)
-    weight_decay: float = 0.0
-    warmup_fraction: float = 0.04
-    warmup_steps: int | None = None
-    final_fraction: float = 0.0
+    lr: float  # the highest learning rate
+    betas: tuple[float, float] = (0.9, 0.999)  # of AdamW's running means
+    weight_decay: float = 0.0  # of AdamW
+    warmup_fraction: float = 0.04  # of all optimizer steps
+    warmup_steps: int | None = None  # optimizer steps; null goes by warmup_fraction
+    final_fraction: float = 0.0  # of lr that is left at the last step
 
     def __post_init__(self) -> None:
         if not self.lr > 0:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 
 from tqdm import tqdm
@@ -66,7 +70,7 @@ class Progress:
         counted = f"{self.done} {self.unit}" if self.total is None else f"{self.done} of {self.total} {self.unit}"
         seconds, fresh = time.monotonic() - self._begin, self.done - self._initial
         parts = [f"{self.what}: {counted}"]
-        if self.total is not None and fresh > 0:
+        if self.total is not None and fresh > 0 and 50 * fresh >= self.total - self._initial:  # else it is a guess
             parts.append(f"about {readable_seconds(seconds / fresh * max(self.total - self.done, 0))} left")
         return ", ".join([*parts, self._note] if self._note else parts)
 
@@ -76,7 +80,38 @@ class Progress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Take the bar away from a terminal's redrawing; nothing more is shown."""
         self._bar.close()
+
+
+def print_line(text: str) -> None:
+    """Print a result on standard output; bars on the screen step aside for it."""
+    with tqdm.external_write_mode(file=sys.stdout):
+        print(text, flush=True)
+
+
+@contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """Say ``what`` is going on, on standard error, if it takes more than a few seconds; for steps that cannot count.
+
+    Ranks other than 0 say nothing.
+    """
+
+    def say() -> None:
+        with tqdm.external_write_mode(file=sys.stderr):
+            print(f"{what} ...", file=sys.stderr, flush=True)
+
+    timer = threading.Timer(FIRST_SECONDS, say)
+    timer.daemon = True
+    if all(os.environ.get(name, "0") == "0" for name in ("RANK", "LOCAL_RANK")):
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def readable_seconds(seconds: float) -> str:

@@ -7,14 +7,20 @@ from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import ProgressBar
 from omegaconf import DictConfig, OmegaConf
 
+from dflash_lightning.callbacks import TrainingBar
 from dflash_lightning.module import DraftModule
-from dflash_lightning.recipe_check import Suggested, data_files, list_faults
+from dflash_lightning.recipe_arguments import by_import
+from dflash_lightning.recipe_check import Suggested, early_faults, find_faults
 from dflash_lightning.recipe_faults import Fault, RecipeError
+from dflash_lightning.recipe_files import data_files
 from dflash_lightning.recipe_load import load_recipe, recipe_text
-from dflash_lightning.recipe_make import make
+from dflash_lightning.recipe_make import make, make_target
 from dflash_lightning.recipe_precision import settle_precision
+from dflash_lightning.recipe_target import target_faults
+from dflash_lightning.recipe_tree import plain_tree
 from dflash_lightning.target import FrozenTarget
 
 __all__ = [
@@ -25,6 +31,7 @@ __all__ = [
     "build_recipe",
     "check_recipe",
     "data_files",
+    "early_faults",
     "list_faults",
     "load_recipe",
     "make_target",
@@ -42,12 +49,21 @@ class Parts:
     trainer: Trainer
 
 
+def list_faults(cfg: DictConfig) -> list[Fault]:
+    """Everything that is wrong with a recipe; imports the classes it names, loads no weights, writes nothing."""
+    faults = find_faults(cfg, by_import)
+    wrong = {fault.where.partition(".")[0] for fault in faults}
+    if not wrong & {"target", "block", "conditioning", "drafter", "head", "init_from", "draft_vocabulary"}:
+        faults += target_faults(plain_tree(cfg, []))
+    return list(dict.fromkeys(faults))
+
+
 def check_recipe(cfg: DictConfig) -> None:
     """Refuse a recipe that cannot run; takes seconds, loads no weights.
 
     Raises:
         RecipeError: every fault at once: unknown keys, wrong types, open values, class paths that do not import, files
-            that are not there, settings that would be ignored.
+            that are not there, settings that would be ignored, and what the target's configuration does not have.
     """
     faults = list_faults(cfg)
     if faults:
@@ -67,6 +83,8 @@ def build_recipe(cfg: DictConfig) -> Parts:
     tree: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
     seed_everything(tree["seed"], workers=True, verbose=False)
     trainer = _make_trainer(tree)
+    if faults := list(target_faults(tree, local=False)):  # of a target on the hub, which the check does not ask
+        raise RecipeError(faults, f"recipe {tree['name']!r}")
     target = make_target(tree["target"])
     groups = ("block", "conditioning", "drafter", "head", "loss", "optim")
     plain = ("draft_vocabulary", "init_from", "seed")
@@ -77,14 +95,11 @@ def build_recipe(cfg: DictConfig) -> Parts:
 
 def _make_trainer(tree: dict[str, Any]) -> Trainer:
     callbacks = list(make(tree["callbacks"]).values())
+    if tree["trainer"].get("enable_progress_bar", True) and not any(isinstance(c, ProgressBar) for c in callbacks):
+        callbacks.append(TrainingBar())
     try:
         return make(settle_precision(tree["trainer"]), callbacks=callbacks)
     # TypeError: devices that are none; ModuleNotFoundError: a logger whose package is not installed
     except (MisconfigurationException, ValueError, TypeError, ModuleNotFoundError) as error:
         do = "See the trainer options (dflash recipes), or set the trainer's arguments one by one"
         raise RecipeError([Fault("trainer", str(error).rstrip("."), do)], f"recipe {tree['name']!r}") from error
-
-
-def make_target(node: dict[str, Any]) -> FrozenTarget:
-    """The frozen target that a recipe's ``target`` node describes; what it suggests to recipes is not its business."""
-    return make({key: value for key, value in node.items() if key != "suggested"})

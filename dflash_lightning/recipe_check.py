@@ -1,28 +1,31 @@
-"""Every fault of a recipe, found before any weight is loaded: the schema is the constructors' own signatures."""
+"""Every fault of a recipe, found before any weight is loaded.
+
+In two passes. ``early_faults`` reads text alone: YAML, the files that are named, and the source of the classes that are
+named. It needs no torch, so that what is mistyped is said within a second. With ``by_import`` the classes are imported,
+held to their base classes, and the cheap ones made, whose own checks count; ``recipe.list_faults`` adds what the
+target's configuration tells.
+"""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from lightning.pytorch import Callback, LightningDataModule, Trainer
-from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
+from omegaconf import DictConfig
 
-from dflash_lightning.data.sources import Source, TrainFiles, make_sources
-from dflash_lightning.files import find_file
-from dflash_lightning.module import DraftModule
-from dflash_lightning.recipe_faults import Fault, hint_for, split_message
-from dflash_lightning.recipe_hints import advice, describe, fits, hints_of, is_settings_class
-from dflash_lightning.recipe_make import locate, make
+from dflash_lightning.recipe_arguments import Reader, from_source
+from dflash_lightning.recipe_faults import Fault, hint_for
+from dflash_lightning.recipe_files import file_faults
+from dflash_lightning.recipe_hints import hints_of
+from dflash_lightning.recipe_nodes import NodeChecker, class_of
 from dflash_lightning.recipe_ranges import range_faults
-from dflash_lightning.target.load import locate as locate_target
-from dflash_lightning.types import Alignment
+from dflash_lightning.recipe_tree import mapping_at, plain_tree
+
+_MODULE = "dflash_lightning.module.DraftModule"
+# The base classes of groups that are no arguments of the module, and of the callbacks.
+_DATA, _TRAINER, _CALLBACK = (f"lightning.pytorch.{name}" for name in ("LightningDataModule", "Trainer", "Callback"))
 
 
 @dataclass(frozen=True)
@@ -43,62 +46,32 @@ class Suggested:
 _OPTIONAL = {"logger"}
 
 
-class _Unknown:
-    """Stands for a value that has its own fault already, or that is checked where it is written."""
+def early_faults(cfg: DictConfig) -> list[Fault]:
+    """What is wrong with a recipe as far as text tells, without importing what it names."""
+    return find_faults(cfg, from_source)
 
 
-UNKNOWN = _Unknown()
-# Keys that hold file names and sources: they are looked up from the working folder before anything is loaded.
-_FILE_KEYS, _SOURCE_KEYS = ("callbacks.*.prompts",), ("data.train",)
-
-
-def list_faults(cfg: DictConfig) -> list[Fault]:
-    """Everything that is wrong with a recipe; imports the classes it names, loads no weights, writes nothing."""
+def find_faults(cfg: DictConfig, read: Reader) -> list[Fault]:
+    """What is wrong with a recipe in itself; ``read`` says what each ``_target_`` takes."""
     faults: list[Fault] = []
-    tree = _plain(cfg, "", faults)
-    assert isinstance(tree, dict)
-    faults += _check_tree(tree)
+    tree = plain_tree(cfg, faults)
+    faults += _check_tree(tree, read)
+    known = {fault.where for fault in faults}
+    faults += [fault for fault in range_faults(tree) if fault.where not in known]  # the classes' own words go first
     return list(dict.fromkeys(faults))
 
 
-# -- reading the tree -------------------------------------------------------------------------------------------------
-
-
-def _plain(node: DictConfig | ListConfig, where: str, faults: list[Fault]) -> Any:
-    """Plain containers with interpolations resolved; ``UNKNOWN`` where there is no value, with a fault saying so."""
-    keys: list[Any] = list(node.keys()) if isinstance(node, DictConfig) else list(range(len(node)))
-    values = {key: _plain_value(node, key, f"{where}.{key}" if where else str(key), faults) for key in keys}
-    return values if isinstance(node, DictConfig) else list(values.values())
-
-
-def _plain_value(node: Any, key: Any, where: str, faults: list[Fault]) -> Any:
-    if OmegaConf.is_missing(node, key):
-        example = f"{where}=VALUE"
-        faults.append(
-            Fault(where, "required, and the recipe leaves it open", f"Add {example} to the command, or set it")
-        )
-        return UNKNOWN
-    try:
-        value = node[key]
-    except InterpolationToMissingValueError:
-        return UNKNOWN  # reported where the value is missing
-    except OmegaConfBaseException as error:
-        text = OmegaConf.to_container(node, resolve=False)[key]  # type: ignore[index,call-overload]
-        reason = str(error).splitlines()[0]
-        faults.append(Fault(where, f"{text!r} cannot be resolved ({reason})", f"Set it: {where}=VALUE"))
-        return UNKNOWN
-    if isinstance(value, DictConfig | ListConfig):
-        return UNKNOWN if OmegaConf.is_interpolation(node, key) else _plain(value, where, faults)
-    return value
-
-
-# -- checking it ------------------------------------------------------------------------------------------------------
-
-
-def _check_tree(tree: dict[str, Any]) -> Iterator[Fault]:
-    hints = hints_of(DraftModule)
-    groups = {"data": LightningDataModule, "trainer": Trainer, "target": Any, "decoding": Any, "logger": Any}
-    settings = {name: hints[name] for name in inspect.signature(DraftModule).parameters if name != "target"}
+def _check_tree(tree: dict[str, Any], read: Reader) -> Iterator[Fault]:
+    checker, module = NodeChecker(read), read(_MODULE)
+    assert module is not None
+    groups = {
+        "data": class_of(read, _DATA),
+        "trainer": class_of(read, _TRAINER),
+        "target": Any,
+        "decoding": Any,
+        "logger": Any,
+    }
+    settings = {name: hint for name, hint in module.hints.items() if name != "target"}
     known = {"name": str, "run_dir": str, "callbacks": dict, **groups, **settings}
     for key in tree.keys() - known.keys():
         yield Fault(key, "unknown key", hint_for(key, known))
@@ -106,116 +79,16 @@ def _check_tree(tree: dict[str, Any]) -> Iterator[Fault]:
         yield Fault(key, "missing", "Derive the recipe from a shipped one (defaults: [dflash, _self_]), or add it")
     for key, hint in known.items():
         if key in ("loss", "callbacks"):
-            item = Callback if key == "callbacks" else hint.__args__[1]
-            yield from _check_named(tree.get(key, {}), key, item)
+            item = class_of(read, _CALLBACK) if key == "callbacks" else get_args(hint)[1]
+            yield from checker.named(tree.get(key, {}), key, item)
         elif key in tree:
-            yield from _check_value(tree[key], hint, key)
-    yield from _check_alignment(tree.get("block"))
-    yield from _check_suggested(tree.get("target"))
+            yield from checker.value(tree[key], hint, key)
+    if tree.get("loss") == {}:
+        yield Fault("loss", "no term is given, so there is nothing to train on", "Add one, e.g. loss=cross_entropy")
+    yield from _check_suggested(tree.get("target"), checker)
     yield from _check_monitors(tree.get("callbacks"))
-    yield from range_faults(tree)
     yield from _check_logger(tree.get("logger"))
-    yield from _check_files(tree)
-
-
-def _check_named(nodes: Any, where: str, hint: Any) -> Iterator[Fault]:
-    """A mapping of named ``_target_`` nodes: loss terms, callbacks."""
-    if not isinstance(nodes, dict):
-        yield Fault(where, f"{nodes!r} is not a mapping of named parts", f"Write {where}: {{name: {{_target_: ...}}}}")
-        return
-    for name, node in nodes.items():
-        if isinstance(node, dict) and "_target_" not in node:
-            what = f"has no _target_, only {sorted(node)}: settings of a part that is not chosen"
-            yield Fault(f"{where}.{name}", what, f"Choose it ({where}=[...,{name}]), or remove these settings")
-        else:
-            yield from _check_value(node, hint, f"{where}.{name}")
-
-
-def _check_value(value: Any, hint: Any, where: str) -> Iterator[Fault]:
-    if value is UNKNOWN:
-        return
-    if isinstance(value, dict) and "_target_" in value:
-        yield from _check_node(value, hint, where)
-        return
-    if is_settings_class(hint):
-        yield Fault(
-            where, f"{value!r} is no {hint.__name__}", "Write a mapping with _target_: <class path> and settings"
-        )
-    elif _holds_unknown(value):
-        return
-    elif isinstance(value, list) and any(isinstance(item, dict) and "_target_" in item for item in value):
-        for i, item in enumerate(value):
-            yield from _check_value(item, Any, f"{where}[{i}]")
-    elif value == "None" or not fits(value, hint):
-        kind = type(value).__name__
-        yield Fault(where, f"{value!r} ({kind}) does not fit; allowed: {describe(hint)}", advice(value, hint))
-
-
-def _holds_unknown(value: Any) -> bool:
-    if isinstance(value, dict | list):
-        return any(_holds_unknown(v) for v in (value.values() if isinstance(value, dict) else value))
-    return value is UNKNOWN
-
-
-# What the framework passes itself: a recipe that sets it would be ignored.
-_SUPPLIED = {"data": {"target"}, "trainer": {"callbacks"}}
-# Recipe-only keys of a node.
-_RESERVED = {"target": {"suggested"}}
-
-
-def _check_node(node: dict[str, Any], hint: Any, where: str) -> Iterator[Fault]:
-    path = node["_target_"]
-    try:
-        function = locate(path)
-    except ValueError as error:
-        yield Fault(f"{where}._target_", f"{path!r} does not import ({error})", "Give a class's dotted path")
-        return
-    made = function if inspect.isclass(function) else hints_of(function).get("return", Any)
-    if is_settings_class(hint) and is_settings_class(made) and not issubclass(made, hint):
-        yield Fault(f"{where}._target_", f"{path!r} makes a {made.__name__}", f"{where} takes a {hint.__name__}")
-        return
-    own = list(_check_arguments(node, function, where))
-    yield from own
-    if not own and not _holds_unknown(node) and where.partition(".")[0] in _CHEAP:
-        yield from _check_construction(node, where)
-
-
-def _check_arguments(node: dict[str, Any], function: Any, where: str) -> Iterator[Fault]:
-    hints, parameters = hints_of(function), dict(inspect.signature(function).parameters)
-    supplied = _SUPPLIED.get(where, set())
-    open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    named = {n: p for n, p in parameters.items() if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
-    allowed = named.keys() - supplied
-    for key, value in node.items():
-        at = f"{where}.{key}"
-        if key == "_target_" or key in _RESERVED.get(where, set()):
-            continue
-        if key in supplied:
-            yield Fault(at, "would be ignored: the framework sets it", f"Remove it{_INSTEAD.get(at, '')}")
-        elif key in named:
-            yield from _check_value(value, hints.get(key, Any), at)
-        elif not open_ended:
-            yield Fault(at, f"unknown key of {node['_target_']}", hint_for(key, allowed))
-    for key in allowed - node.keys():
-        if named[key].default is inspect.Parameter.empty:
-            words = describe(hints.get(key, Any))
-            yield Fault(f"{where}.{key}", f"required by {node['_target_']}", f"Set {where}.{key} ({words})")
-
-
-_INSTEAD = {"trainer.callbacks": "; name callbacks in the group callbacks", "data.target": "; choose target=..."}
-# Groups whose constructors take settings only and are cheap: their own checks of ranges count as faults too.
-_CHEAP = ("block", "conditioning", "drafter", "head", "loss", "optim", "decoding")
-
-
-def _check_construction(node: dict[str, Any], where: str) -> Iterator[Fault]:
-    yield from _check_found(lambda: make(node), where)
-
-
-def _check_alignment(block: Any) -> Iterator[Fault]:
-    """Block size and label layout, as the drafter's config will refuse them once the target is loaded."""
-    size = block.get("block_size") if isinstance(block, dict) else None
-    if isinstance(size, int):
-        yield from _check_found(partial(Alignment, size, mask_token_id=0), "block.block_size")
+    yield from file_faults(tree)
 
 
 def _check_monitors(callbacks: Any) -> Iterator[Fault]:
@@ -223,7 +96,7 @@ def _check_monitors(callbacks: Any) -> Iterator[Fault]:
 
     Lightning would say the first after an epoch, and the second never: it would rank weights by an older measurement.
     """
-    nodes = {k: v for k, v in callbacks.items() if isinstance(v, dict)} if isinstance(callbacks, dict) else {}
+    nodes = {k: v for k, v in mapping_at(callbacks).items() if isinstance(v, dict)}
     measured = any(str(node.get("_target_")).endswith("SpeculativeEval") for node in nodes.values())
     for name, node in nodes.items():
         monitor, where = node.get("monitor"), f"callbacks.{name}"
@@ -248,7 +121,7 @@ def _check_logger(logger: Any) -> Iterator[Fault]:
         yield Fault("logger", "the Python package wandb is not installed", "Run: pip install wandb; or use logger=csv")
 
 
-def _check_suggested(target: Any) -> Iterator[Fault]:
+def _check_suggested(target: Any, checker: NodeChecker) -> Iterator[Fault]:
     """``target.suggested`` is optional; what it holds must be what recipes may read from it."""
     suggested = target.get("suggested", {}) if isinstance(target, dict) else {}
     known = {f.name: hint for f, hint in zip(fields(Suggested), hints_of(Suggested).values(), strict=False)}
@@ -257,68 +130,4 @@ def _check_suggested(target: Any) -> Iterator[Fault]:
         if key not in known:
             yield Fault(at, "unknown key", hint_for(key, known))
         else:
-            yield from _check_value(value, known[key], at)
-
-
-def data_files(cfg: DictConfig) -> dict[str, Path]:
-    """Files that a checked recipe reads, by the key that names them (``data.train``; ``data.train[1]`` in a list).
-
-    A pattern or a saved data set is every file behind it; a data set of the hub, which its revision pins, is none.
-    """
-    tree = OmegaConf.to_container(cfg, resolve=True)
-    files = {where: find_file(name, setting=where) for where, name in _select_all(tree, _FILE_KEYS) if name is not None}
-    for where, value in _select_all(tree, _SOURCE_KEYS):
-        for at, source in _sources(value, where):
-            found = source.parts(at)
-            files |= {at if len(found) == 1 else f"{at}: {file}": file for file in found}
-    return files
-
-
-def _sources(value: Any, where: str) -> Iterator[tuple[str, Source]]:
-    """Sources with the key that each is written under."""
-    many = isinstance(value, list)
-    for i, source in enumerate(make_sources(value, setting=where)):
-        yield f"{where}[{i}]" if many else where, source
-
-
-def _check_files(tree: dict[str, Any]) -> Iterator[Fault]:
-    for where, name in _select_all(tree, _FILE_KEYS):
-        if isinstance(name, str):
-            yield from _check_found(partial(find_file, name, setting=where), where)
-    for where, value in _select_all(tree, _SOURCE_KEYS):
-        if fits(value, TrainFiles):  # reported where it does not
-            yield from _check_sources(value, where)
-    target = tree.get("target")
-    source = target.get("source") if isinstance(target, dict) else None
-    if isinstance(source, str):
-        yield from _check_found(lambda: locate_target(source), "target.source")
-
-
-def _check_sources(value: Any, where: str) -> Iterator[Fault]:
-    try:
-        sources = list(_sources(value, where))
-    except ValueError as error:
-        yield split_message(str(error), where)
-        return
-    for at, source in sources:
-        yield from _check_found(partial(source.check, at), at)
-
-
-def _check_found(look: Callable[[], Any], where: str) -> Iterator[Fault]:
-    try:
-        look()
-    except ValueError as error:
-        yield split_message(str(error), where)
-
-
-def _select_all(tree: Any, patterns: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
-    for pattern in patterns:
-        yield from _select(tree, pattern.split("."), "")
-
-
-def _select(node: Any, parts: list[str], where: str) -> Iterator[tuple[str, Any]]:
-    if not parts:
-        yield where, node
-    elif isinstance(node, dict):
-        for key in node if parts[0] == "*" else [parts[0]] if parts[0] in node else []:
-            yield from _select(node[key], parts[1:], f"{where}.{key}" if where else key)
+            yield from checker.value(value, known[key], at)

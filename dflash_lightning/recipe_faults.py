@@ -6,6 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
 
+# Settings without a group that a message may name.
+_TOP_LEVEL = ("init_from", "draft_vocabulary", "seed", "loss")
+
 
 @dataclass(frozen=True)
 class Fault:
@@ -36,10 +39,15 @@ def hint_for(name: str, known: Iterable[str]) -> str:
     return f"{guess}Allowed: {', '.join(known) if known else 'nothing'}"
 
 
+def close_match(name: str, known: Iterable[str]) -> str | None:
+    """The known name that ``name`` is most likely a slip of the pen for; null where none is near."""
+    return next(iter(get_close_matches(name, sorted(known), n=1)), None)
+
+
 def split_message(message: str, where: str) -> Fault:
     """A constructor's own error as a fault: the first sentence is what is wrong, the rest what to do."""
     what, _, do = message.partition(". ")
     key, colon, rest = what.partition(": ")
     if colon and " " not in key:  # the message names its key itself
-        where, what = (key if "." in key else where), rest
+        where, what = (key if "." in key or key in _TOP_LEVEL else where), rest
     return Fault(where, what.rstrip("."), do.rstrip(".") or "Change it")

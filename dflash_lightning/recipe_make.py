@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from difflib import get_close_matches
 from importlib import import_module
 from typing import Any
 
+from dflash_lightning.recipe_faults import close_match
 from dflash_lightning.recipe_hints import conform, hints_of
 
 
@@ -25,8 +25,8 @@ def locate(path: Any) -> Any:
     try:
         return getattr(home, name)
     except AttributeError:
-        near = get_close_matches(name, [n for n, value in vars(home).items() if callable(value)], n=1)
-        raise ValueError(f"{module} has no {name!r}" + (f", but {near[0]!r}" if near else "")) from None
+        near = close_match(name, [n for n in {*vars(home), *getattr(home, "__all__", ())} if not n.startswith("_")])
+        raise ValueError(f"{module} has no {name!r}" + (f", but {near!r}" if near else "")) from None
 
 
 def make(node: Any, **supplied: Any) -> Any:
@@ -41,3 +41,8 @@ def make(node: Any, **supplied: Any) -> Any:
     function = locate(node["_target_"])
     hints = hints_of(function)
     return function(**{key: conform(value, hints.get(key, Any)) for key, value in made.items()}, **supplied)
+
+
+def make_target(node: dict[str, Any]) -> Any:
+    """The frozen target that a recipe's ``target`` node describes; what it suggests to recipes is not its business."""
+    return make({key: value for key, value in node.items() if key != "suggested"})

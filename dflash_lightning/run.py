@@ -15,15 +15,14 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from dflash_lightning import __version__
-from dflash_lightning.files import file_digest, open_locked, write_atomic
-from dflash_lightning.recipe_check import data_files
-from dflash_lightning.recipe_load import RECIPE_FILE, recipe_text
+from dflash_lightning.files import BEST_CHECKPOINT, LAST_CHECKPOINT, RECIPE_FILE, file_digest, open_locked, write_atomic
+from dflash_lightning.recipe_files import data_files
+from dflash_lightning.recipe_load import recipe_text
 
 STATE_FILE = "run.json"
 _LOG_FILES = ("events.out.tfevents.*", "metrics.csv", "hparams.yaml")
@@ -44,12 +43,12 @@ class RunFolder:
     @property
     def last(self) -> Path:
         """What an interrupted run resumes from."""
-        return self.path / "checkpoints" / "last.ckpt"
+        return self.path / LAST_CHECKPOINT
 
     @property
     def best(self) -> Path:
         """The best checkpoint by tokens committed per round."""
-        return self.path / "checkpoints" / "best.ckpt"
+        return self.path / BEST_CHECKPOINT
 
     @property
     def recipe(self) -> Path:
@@ -135,25 +134,41 @@ class RunFolder:
             return
         if not self.last.exists() and not self.finished:
             return  # it ended before its first checkpoint: nothing to lose
-        theirs, ours = read_recipe(self.recipe, resolve=False), OmegaConf.create(recipe_text(cfg))
-        differing = [*_differences(theirs, ours, but=(*_MAY_DIFFER, *but))]
-        digests = self.state.get("data", {})
-        differing += [
-            f"{where}: the file's content has changed since"
-            for where, digest in _digests(cfg).items()
-            if digests.get(where, digest) != digest
-        ]
-        if differing:
+        if differing := self._differing(cfg, but):
             listed = "\n".join(f"    {line}" for line in differing)
             raise ValueError(
                 f"run_dir: {self.path} holds a run of another recipe:\n{listed}\n"
                 "  Choose another folder with run_dir=FOLDER, or start anew with --fresh (the earlier run is kept)."
             )
 
+    def is_same_run(self, cfg: DictConfig) -> bool:
+        """Whether the folder holds a run of this recipe and of these data."""
+        return self.recipe.exists() and not self._differing(cfg)
+
     def is_longer(self, cfg: DictConfig, keys: Collection[str]) -> bool:
         """Whether ``cfg`` has another length (``keys``) than the recipe in the folder."""
         there = OmegaConf.create(read_recipe(self.recipe, resolve=False))
         return any(OmegaConf.select(there, key) != OmegaConf.select(cfg, key) for key in keys)
+
+    def _differing(self, cfg: DictConfig, but: Collection[str] = ()) -> list[str]:
+        """Keys and files in which this recipe is not that of the folder, in words."""
+        theirs, ours = read_recipe(self.recipe, resolve=False), OmegaConf.create(recipe_text(cfg))
+        digests = self.state.get("data", {})
+        return [*_differences(theirs, ours, but=(*_MAY_DIFFER, *but))] + [
+            f"{where}: the file's content has changed since"
+            for where, digest in _digests(cfg).items()
+            if digests.get(where, digest) != digest
+        ]
+
+    @property
+    def next_command(self) -> str:
+        """What to do with a finished run."""
+        return f"dflash evaluate --draft {self.path} --prompts FILE"
+
+    @property
+    def nothing_to_do(self) -> str:
+        """What is said of a finished run that is to be fitted again."""
+        return f"{self.path} is finished: nothing to do. Train again with --fresh, or see it: {self.next_command}"
 
     def set_aside(self) -> Path | None:
         """Rename an earlier run to ``<folder>.old-N``; null when there is none."""
@@ -219,26 +234,6 @@ def _finite(tree: Any) -> Any:
     if isinstance(tree, list | tuple):
         return [_finite(value) for value in tree]
     return None if isinstance(tree, float) and not math.isfinite(tree) else tree
-
-
-def machine() -> dict[str, Any]:
-    """What a speed was measured on: processor, threads and, where CUDA is usable, the GPU."""
-    return {
-        "cpu": _cpu_name(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "gpus": torch.cuda.device_count(),
-    }
-
-
-def _cpu_name() -> str:
-    """As the operating system calls it; Linux knows only the architecture, so its list of processors is read."""
-    listed = Path("/proc/cpuinfo")
-    for line in listed.read_text(encoding="utf-8").splitlines() if listed.exists() else ():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def versions() -> dict[str, str]:

@@ -40,7 +40,7 @@ def main() -> int:
         rendered, lost = [], 0
         for row in batch:
             try:
-                rendered += renderer.rendered(row.messages, row.tools)
+                rendered += renderer.of_row(row)
             except UnusableRow:
                 lost += 1
         results = renderer.encode(rendered)

@@ -17,12 +17,14 @@ from dflash_lightning.block import Anchored
 from dflash_lightning.cli import main
 from dflash_lightning.commands.grammar import make_parser
 from dflash_lightning.commands.inspect import is_recipe
+from dflash_lightning.commands.inspect_settings import READ_BY as DRAFT_DATA
 from dflash_lightning.commands.inspect_text import TokenTable, visible
 from dflash_lightning.data import ChatRenderer, DraftData
 from dflash_lightning.data.inspection import BlockAccount, PromptOverlap, supervised_spans, training_rows
 from dflash_lightning.data.process import Processing, TrainingRows
 from dflash_lightning.data.sources import Source
 from dflash_lightning.data.store import MaskedIds
+from dflash_lightning.recipe_arguments import source_defaults
 from dflash_lightning.target import FrozenTarget
 from dflash_lightning.types import Alignment, Document
 
@@ -371,10 +373,20 @@ def test_every_setting_that_decides_documents_is_taken_from_the_recipe() -> None
         "seed": 4,
         "limit": 2,
     }
-    rows = training_rows({**settings, "chat_template_kwargs": {"a": 1}, "max_bad_rows": 0.5, "cache": "user"})
+    rows = training_rows(
+        {
+            **source_defaults(DRAFT_DATA),
+            **settings,
+            "chat_template_kwargs": {"a": 1},
+            "max_bad_rows": 0.5,
+            "cache": "user",
+        }
+    )
     expected = Processing(9, "drop", "last_turn", {"a": 1}, 4)
     assert rows == TrainingRows([Source("a.jsonl", limit=2)], expected, 0.5, rejected=None, cache=None)
-    assert training_rows({"train": "a.jsonl"}).processing == Processing(3072, "right", "all_turns", {}, 0)
+    assert training_rows({**source_defaults(DRAFT_DATA), "train": "a.jsonl"}).processing == Processing(
+        3072, "right", "all_turns", {}, 0
+    )
 
 
 def test_what_a_sidecar_says_of_the_answers_is_part_of_the_account(run: Run, here: Path) -> None:

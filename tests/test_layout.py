@@ -16,7 +16,7 @@ PACKAGE = ROOT / "dflash_lightning"
 
 AXES = ["block", "conditioning", "drafter", "head", "loss"]
 # A part may import itself and what its line names.
-_BASE = {"types", "schedule", "component", "draft_config", "files", "progress"}
+_BASE = {"types", "schedule", "component", "draft_config", "files", "progress", "lazy", "layer_ids"}
 _OPS = _BASE | {"ops"}
 _TARGET = _OPS | {"target"}
 _MODEL = _TARGET | {*AXES, "model"}
@@ -36,8 +36,10 @@ ALLOWED = {
     "export": _RUN,
     "recipe": _RECIPE,
     "run": _RECIPE,
-    "commands": _RECIPE | {"run"},
-    "cli": {"commands"},
+    "machine": _BASE,
+    "commands": _RECIPE | {"run", "machine"},
+    "quiet": set(),
+    "cli": {"commands", "quiet", "recipe"},
     "__main__": {"cli"},
 }
 LIBRARIES = {

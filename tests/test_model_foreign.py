@@ -294,6 +294,88 @@ def test_what_cannot_be_run_right_is_refused_by_name(tiny_target, make_draft, wr
         load_draft(write(draft, layout(draft) | change))
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0}
+PLAINLY = {"rope_type": "default", "rope_theta": 10000.0}
+
+
+@pytest.mark.parametrize(
+    ("layout", "change", "message"),
+    [
+        # transformers reads rope_scaling, others rope_parameters: never one of them without a word
+        (nested, {"rope_scaling": YARN}, r"rope_parameters=\{.*\} and rope_scaling=\{'rope_type': 'yarn', .*open how"),
+        (nested, {"rope_scaling": {"type": "linear", "factor": 2.0}}, r"rope_parameters=.*rope_scaling=.*'linear'"),
+        (nested, {"rope_scaling": {**PLAINLY, "rope_theta": 5e5}}, r"rope_parameters=.*and rope_scaling=.*500000.0"),
+        (nested, {"rope_scaling": {"rope_type": "default"}}, "rope_parameters=.*and rope_scaling="),
+        (flat, {"rope_scaling": YARN}, "'yarn' is not supported"),
+        (
+            flat,
+            {"eagle_aux_hidden_state_layer_ids": [0, 2]},
+            r"target_layer_ids=\[0, 2\] and eagle_aux_hidden_state_layer_ids=\[0, 2\].*should be \[1, 3\]",
+        ),
+        (flat, {"aux_hidden_state_layer_ids": [2, 3]}, r"and aux_hidden_state_layer_ids=\[2, 3\]"),
+        (flat, {"dflash_config": {"target_layer_ids": [2, 2], "mask_token_id": 262}}, "names a layer twice"),
+        (flat, {"dflash_config": {"target_layer_ids": [0, 2], "mask_token_id": "262"}}, "mask_token_id is '262', but"),
+        (flat, {"block_size": 4.5}, "block_size is 4.5, but must be a whole number"),
+        (flat, {"num_attention_heads": -4}, "num_attention_heads is -4"),
+    ],
+)
+def test_settings_that_contradict_one_another_are_refused_with_both_values(
+    tiny_target, make_draft, write, layout, change, message
+):
+    draft = make_draft(tiny_target)
+    with pytest.raises(ValueError, match=message):
+        load_draft(write(draft, layout(draft) | change))
+
+
+@pytest.mark.parametrize("key", ["block_size", "mask_token_id"])
+def test_speculators_inner_block_may_not_say_otherwise(tiny_target, make_draft, write, key):
+    draft = make_draft(tiny_target)
+    config = speculators(draft)
+    config["transformer_layer_config"] |= {key: 7}
+    with pytest.raises(ValueError, match=rf"states {key}=\d+ and transformer_layer_config.{key}=7. Make the two agree"):
+        load_draft(write(draft, config))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rope_scaling": PLAINLY},
+        {"rope_scaling": {"type": "default", "rope_theta": 10000}},
+        {"rope_theta": 10000, "rope_parameters": {"rope_type": "default"}},
+        {"eagle_aux_hidden_state_layer_ids": [1, 3], "dtype": "float16", "torch_dtype": "bfloat16"},
+        {"num_kv_heads": 4, "n_head": 7},  # names that Qwen3's config does not read
+    ],
+)
+def test_two_spellings_of_one_value_are_one(tiny_target, make_draft, make_layout, write, change):
+    draft = make_draft(tiny_target)
+    assert same_drafts(draft, load_draft(write(draft, nested(draft) | change)), make_layout)
+
+
+def test_key_value_heads_that_are_null_are_as_many_as_heads(tiny_target, make_draft, make_layout, write):
+    """As transformers has it."""
+    draft = make_draft(tiny_target, num_kv_heads=4)
+    loaded = load_draft(write(draft, nested(draft) | {"num_key_value_heads": None}))
+    assert loaded.config.num_key_value_heads == 4 and same_drafts(draft, loaded, make_layout)
+
+
+def test_a_default_that_no_drafter_can_have_is_not_advised(make_target, make_draft, write):
+    """Three layers: the rule for the layer ids gives [1, 0]."""
+    target = make_target("llama", num_hidden_layers=3)
+    draft = make_draft(target, target_layer_ids=[0, 1])
+    config = flat(draft) | {"num_target_layers": 3, "dflash_config": {"mask_token_id": 262}}
+    with pytest.raises(ValueError, match=r"no target_layer_ids.*Give a saved drafter's folder") as error:
+        load_draft(write(draft, config))
+    assert "[1, 0]" not in str(error.value)
+
+
+def test_layer_ids_in_an_order_of_their_own_are_kept(tiny_target, make_draft, make_layout, write):
+    """The order is that of the columns of ``fc``."""
+    draft = make_draft(tiny_target, target_layer_ids=[2, 0])
+    config = flat(draft) | {"dflash_config": {"target_layer_ids": [2, 0], "mask_token_id": 262}}
+    loaded = load_draft(write(draft, config))
+    assert loaded.config.target_layer_ids == [2, 0] and same_drafts(draft, loaded, make_layout)
+
+
 @pytest.mark.parametrize(
     ("layout", "change", "message"),
     [

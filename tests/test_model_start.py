@@ -114,3 +114,35 @@ def test_unexpected_tensors_stop_a_warm_start(tmp_path, tiny_target, make_draft,
     plan = DraftPlan(*parts, init_from=str(tmp_path / "draft"))
     with pytest.raises(ValueError, match=r"unexpected: \['layers.0.self_attn.q_proj.bias'\]"):
         plan.make(tiny_target, set())
+
+
+@pytest.mark.parametrize("what", ["run", "run/checkpoints/last.ckpt"])
+def test_a_run_folder_and_a_checkpoint_are_started_from_as_draft_takes_them(what, tmp_path, tiny_target, make_draft):
+    """A reduced vocabulary goes on with the ids it has, whatever the new rows hold."""
+    draft = make_draft(tiny_target, draft_vocab_size=5)
+    draft.draft_vocab.copy_(torch.tensor([3, 5, 7, 9, 11]))
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "run" / "recipe.yaml").write_text("name: x\n")
+    state = {f"model.{name}": value for name, value in draft.state_dict().items()}
+    checkpoint = {"draft_config": draft.config.to_dict(), "state_dict": state}
+    torch.save(checkpoint, tmp_path / "run" / "checkpoints" / "last.ckpt")
+    plan = DraftPlan(
+        block=Anchored(block_size=4),
+        conditioning=KVInjection(),
+        drafter=BlockTransformer(num_layers=2),
+        head=MarginalHead(),
+        draft_vocabulary="data",
+        init_from=str(tmp_path / what),
+    )
+    started = plan.make(tiny_target, {1: 4, 2: 1})
+    assert all(torch.equal(value, draft.state_dict()[name]) for name, value in started.state_dict().items())
+    assert started.draft_vocab.tolist() == [3, 5, 7, 9, 11]
+    for check in plan.checks(tiny_target.facts, tiny_target.decoder_layer_state):
+        check()
+
+
+def test_a_run_without_a_checkpoint_cannot_be_started_from(tmp_path, tiny_target):
+    (tmp_path / "recipe.yaml").write_text("name: x\n")
+    plan = DraftPlan(Anchored(), KVInjection(), BlockTransformer(), MarginalHead(), init_from=str(tmp_path))
+    with pytest.raises(ValueError, match=r"init_from: .* is a run without a checkpoint\. Train it: dflash fit"):
+        plan.make(tiny_target, set())

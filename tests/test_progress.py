@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 
 import pytest
 
@@ -60,3 +61,25 @@ def test_on_a_terminal_it_is_a_bar(monkeypatch: pytest.MonkeyPatch, capsys: pyte
 @pytest.mark.parametrize(("seconds", "text"), [(40.4, "40 s"), (720.0, "12 min"), (12600.0, "3.5 h")])
 def test_seconds_as_people_say_them(seconds: float, text: str) -> None:
     assert readable_seconds(seconds) == text
+
+
+@pytest.mark.parametrize(("first", "said"), [(0.0, "compiling ...\n"), (60.0, "")])
+def test_a_step_that_cannot_count_says_what_it_is_if_it_takes_a_while(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], first: float, said: str
+) -> None:
+    monkeypatch.setattr(progress, "FIRST_SECONDS", first)
+    with progress.waiting("compiling"):
+        for timer in [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]:
+            timer.join(timeout=5.0 if not first else 0.0)
+    assert capsys.readouterr().err == said
+
+
+def test_other_ranks_do_not_say_what_they_wait_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "FIRST_SECONDS", 0.0)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with progress.waiting("compiling"):
+        for timer in [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]:
+            timer.join(timeout=1.0)
+    assert capsys.readouterr().err == ""

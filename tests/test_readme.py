@@ -1,4 +1,4 @@
-"""What README shows works: its example loss trains, its commands parse, the files and tests it names exist."""
+"""What README shows works: its example method trains, its commands parse, the files and tests it names exist."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 
+from dflash_lightning.cli import main
 from dflash_lightning.commands.grammar import make_parser
 from dflash_lightning.data import DraftData
 from dflash_lightning.data.sources import make_sources
+from dflash_lightning.loss import LossTerm
 from dflash_lightning.recipe import build_recipe, load_recipe
-from dflash_lightning.recipe_load import recipe_names
+from dflash_lightning.recipe_folders import recipe_names
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -27,32 +30,66 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
 
 
-def test_the_example_loss_trains_from_its_two_files(tmp_path, monkeypatch, make_target):
-    code, settings = (next(b for b in blocks(kind) if "Focal" in b) for kind in ("python", "yaml"))
-    (tmp_path / "my_losses.py").write_text(code)
+def example_files() -> dict[str, str]:
+    """The files of "Adding a method", by the name that stands in front of each block."""
+    section = README.split("## Adding a method")[1].split("\n## ")[0]
+    return dict(re.findall(r"^`([\w./]+)`,[^\n]*:\n\n```\w+\n(.*?)```", section, flags=re.DOTALL | re.MULTILINE))
+
+
+@pytest.fixture
+def example(tmp_path, monkeypatch, make_target):
+    """A folder with the example as README shows it, a tiny target, rows and prompts; the package is importable."""
+    for name, text in example_files().items():
+        file = tmp_path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    (tmp_path / "my_losses" / "__init__.py").touch()
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
     target = make_target("llama")
-    target.model.save_pretrained(tmp_path / "target")
-    target.tokenizer.save_pretrained(tmp_path / "target")
+    target.model.save_pretrained("target")
+    target.tokenizer.save_pretrained("target")
     rows = [{"input_ids": list(range(n, n + 20)), "loss_mask": [0] * 3 + [1] * 17} for n in range(6)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "prompts.jsonl").write_text('{"turns": ["red"]}\n')
-    (tmp_path / "loss").mkdir()
-    (tmp_path / "loss" / "focal.yaml").write_text(settings.replace("dflash_lightning.loss.focal.", "my_losses."))
-    (tmp_path / "mine.yaml").write_text("defaults: [smoke, override loss: focal, _self_]\n")
-    overrides = {
-        "target.source": tmp_path / "target",
-        "data.train": tmp_path / "rows.jsonl",
-        "callbacks.speculative_eval.prompts": tmp_path / "prompts.jsonl",
-        "conditioning.target_layer_ids": "[0,2]",
-        "run_dir": tmp_path / "run",
-    }
-    parts = build_recipe(load_recipe(str(tmp_path / "mine.yaml"), [f"{k}={v}" for k, v in overrides.items()]))
-    assert list(parts.module.terms) == ["focal"]
-    parts.trainer.fit(parts.module, datamodule=parts.data)
-    assert parts.module.changed_parameters() > 10
-    assert float(parts.trainer.callback_metrics["train/loss/focal"]) > 0
-    assert sys.modules["my_losses"].FocalCrossEntropy.name == "focal_cross_entropy"
+    Path("train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Path("held_out.jsonl").write_text('{"turns": ["red"]}\n')
+    yield tmp_path
+    for name in [name for name in sys.modules if name.split(".")[0] == "my_losses"]:
+        del sys.modules[name]
+    LossTerm.registry.pop("focal_cross_entropy", None)
+
+
+TOY = [
+    *("target=./target", "trainer=cpu", "trainer.max_epochs=1", "trainer.enable_progress_bar=false"),
+    *("conditioning.num_features=1", "drafter.num_layers=1", "block.num_anchors=4", "block.block_size=4"),
+    *("data.max_length=64", "decoding.compile=false", "decoding.max_new_tokens=8", "trainer.log_every_n_steps=1"),
+]
+
+
+def test_the_example_outside_the_repository_is_complete(example, capsys):
+    """The commands below it, at toy size: what they list, and a run that trains on the loss."""
+    assert set(example_files()) == {"my_losses/focal.py", "pyproject.toml", "loss/focal.yaml", "mine.yaml"}
+    assert main(["recipes", "mine.yaml"]) == 0
+    assert re.search(r"focal +yours: Cross entropy that looks away", capsys.readouterr().out)
+    assert main(["show", "mine.yaml", "--all"]) == 0
+    assert "loss.focal.gamma: 2.0  # default 2.0; number; how far it looks away" in capsys.readouterr().out
+    files = ["data.train=train.jsonl", "callbacks.speculative_eval.prompts=held_out.jsonl"]
+    assert main(["fit", "mine.yaml", *files, *TOY]) == 0
+    run = Path("runs/mine")
+    assert json.loads((run / "run.json").read_text())["finished"]
+    assert list(OmegaConf.load(run / "recipe.yaml").loss) == ["focal"]
+    best = torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)
+    assert best["global_step"] > 0
+
+
+def test_the_examples_other_loss_and_its_mistakes_are_found(example, capsys):
+    files = ["data.train=train.jsonl", "callbacks.speculative_eval.prompts=held_out.jsonl", *TOY]
+    assert list(build_recipe(load_recipe("mine.yaml", [*files, "loss=cross_entropy"])).module.terms) == [
+        "cross_entropy"
+    ]
+    assert main(["fit", "mine.yaml", *files, "loss.focal.gama=1"]) == 2
+    assert "unknown key of my_losses.focal.FocalCrossEntropy. Did you mean 'gamma'?" in capsys.readouterr().err
+    assert main(["fit", "mine.yaml", *files, "loss.focal.gamma=-1"]) == 2
+    assert "loss.focal.gamma: -1.0 looks away from errors. Use 0 or more" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("line", [line for block in blocks("bash") for line in block.splitlines() if "dflash " in line])
@@ -60,7 +97,7 @@ def test_commands_parse(line):
     words = shlex.split(line.split(" > ")[0], comments=True)
     args = make_parser().parse_args(words[words.index("dflash") + 1 :])
     if words[1] == "fit":
-        assert args.recipe in recipe_names()
+        assert args.recipe in [*recipe_names(), *example_files()]
 
 
 def test_the_example_of_sources_holds_settings_that_exist():

@@ -14,8 +14,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from dflash_lightning.recipe import RecipeError, build_recipe, check_recipe, data_files, load_recipe, recipe_text
+from dflash_lightning.recipe_folders import group_options, recipe_names, recipes_folder, summary_of
 from dflash_lightning.recipe_hints import advice, conform, describe, fits
-from dflash_lightning.recipe_load import group_options, recipe_names, recipes_folder, summary_of
 
 RECIPES = recipe_names()
 OPTIONS = [(group, option) for group, options in group_options().items() for option in options]
@@ -239,8 +239,8 @@ def test_all_faults_of_a_command_line_are_reported_at_once() -> None:
     assert "lr: cannot be read as an override" in text
     assert "target=qwen3_4bb: no such option, and no such path. Did you mean 'qwen3_4b'?" in text
     assert "seed=1,2: names several values" in text
-    assert "loss=nope: no such option. Allowed: cross_entropy" in text
-    assert "optim=adam: no such option. Did you mean 'adamw'?" in text
+    assert "loss=nope: no such option in the shipped loss/. Allowed: cross_entropy. Options of your own lie in" in text
+    assert "optim=adam: no such option in the shipped optim/. Did you mean 'adamw'?" in text
 
 
 def test_numbers_that_yaml_reads_as_others_are_refused(tmp_path: Path) -> None:
@@ -332,6 +332,19 @@ def test_every_fault_is_reported_at_once(files: list[str]) -> None:
         ("seed=${nope.seed}", r"seed: '\$\{nope\.seed\}' cannot be resolved.*Set it: seed=VALUE"),
         ("target.suggested.blocksize=4", r"target\.suggested\.blocksize: unknown key\. Did you mean 'block_size'\?"),
         ("callbacks=[checkpoint]", r"callbacks\.best\.monitor: 'decode/tau' is never measured"),
+        ("optim.lr=inf", r"optim\.lr: inf holds inf, which is no quantity\. Write a finite number"),
+        ("optim.lr=1e400", r"optim\.lr: inf holds inf"),
+        ("optim.lr=nan", r"optim\.lr: nan holds nan"),
+        ("optim.lr=true", r"optim\.lr: True \(bool\) does not fit; allowed: number"),
+        ("optim.lr='1e-3'", r"optim\.lr: '1e-3' \(str\) does not fit.*without quotes"),
+        ("optim.betas=[0.9,.inf]", r"optim\.betas: \[0\.9, inf\] holds inf|'\.inf'"),
+        ("optim.betas=[0.9,1.5]", r"optim\.betas: 1\.5 is not 0 or more and below 1"),
+        ("optim.weight_decay=-1", r"optim\.weight_decay: -1 is not 0 or more"),
+        ("optim.final_fraction=2", r"optim\.final_fraction: 2 is not between 0 and 1"),
+        ("trainer.gradient_clip_val=-1", r"trainer\.gradient_clip_val: -1 is not 0 or more.*null does not clip"),
+        ("data.num_workers=-1", r"data\.num_workers: -1 is not 0 or more"),
+        ("trainer.val_check_interval=inf", r"trainer\.val_check_interval: inf holds inf"),
+        ("~loss.cross_entropy", r"loss: no term is given, so there is nothing to train on\. Add one"),
         (
             "trainer.plugins=[{_target_: no.such.Plugin}]",
             r"trainer\.plugins\[0\]\._target_: 'no\.such\.Plugin' does not",
@@ -342,7 +355,7 @@ def test_every_fault_is_reported_at_once(files: list[str]) -> None:
             r"logger: the Python package wandb is not installed\. Run: pip install wandb; or use logger=csv",
         ),
         ("decoding.top_k=5", r"decoding\.top_k: 5 would be ignored at temperature 0"),
-        ("seed=-1", r"seed: -1 is not between 0 and 4294967295\. Set seed"),
+        ("seed=-1", r"seed: -1 is not between 0 and 4294967295\. Set a whole number"),
         ("seed=4294967296", r"seed: 4294967296 is not between 0 and 4294967295"),
         ("trainer.accumulate_grad_batches=0", r"trainer\.accumulate_grad_batches: 0 is not 1 or more"),
         ("data.row_blocks=0", r"data\.row_blocks: 0 is not 1 or more.*null sets no limit"),

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from dflash_lightning.machine import machine
 from dflash_lightning.recipe import load_recipe
-from dflash_lightning.run import RunFolder, json_text, machine, read_recipe
+from dflash_lightning.run import RunFolder, json_text, read_recipe
 
 
 def test_what_rank_0_is_writing_makes_the_folder_no_other_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

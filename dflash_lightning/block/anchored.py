@@ -30,10 +30,10 @@ class Anchored(BlockConstructor):
     def __init__(
         self,
         *,
-        block_size: int = 16,
-        num_anchors: int = 512,
-        mask_token_id: int | None = None,
-        label_layout: LabelLayout = "same_position",
+        block_size: int = 16,  # slots of a block, the anchor's included
+        num_anchors: int = 512,  # blocks drawn per document and epoch
+        mask_token_id: int | None = None,  # embedding row fed to slots to be drafted; null chooses an unused one
+        label_layout: LabelLayout = "same_position",  # whether slot i predicts its own position or the next one
     ) -> None:
         if num_anchors < 1:
             raise ValueError(

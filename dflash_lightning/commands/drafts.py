@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,24 +10,29 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 
-from dflash_lightning.draft_config import DraftConfig
-from dflash_lightning.model import DraftModel, load_draft
-from dflash_lightning.recipe import load_recipe, make_target
-from dflash_lightning.recipe_load import RECIPE_FILE
-from dflash_lightning.run import RunFolder, read_recipe
-from dflash_lightning.target import FrozenTarget
+from dflash_lightning.files import RECIPE_FILE
+from dflash_lightning.model import DraftModel
+from dflash_lightning.model_found import find_weights
+from dflash_lightning.recipe_load import load_recipe
+from dflash_lightning.recipe_make import make_target
+from dflash_lightning.run import read_recipe
+from dflash_lightning.target import FrozenTarget, TargetText, load_text
 
 _DEVICES = "Use cpu, or cuda where there is a GPU (cuda:1 is the second)."
-_ANOTHER = "Give a .ckpt file that dflash fit wrote, a run folder or an exported folder."
+_LOADED_BY = "dflash_lightning.target.load_target"
 
 
 @dataclass(frozen=True)
 class FoundDraft:
-    """A drafter, where it was read, and the recipe of its run (empty for an exported folder)."""
+    """A drafter, where it was read, and the recipe of its run (empty for an exported folder).
+
+    ``measured`` is what the run's own evaluation found of these weights; see ``FoundWeights``.
+    """
 
     model: DraftModel
     source: Path
     recipe: dict[str, Any] = field(default_factory=dict)
+    measured: dict[str, float] = field(default_factory=dict)
 
     @property
     def chat_template_kwargs(self) -> dict[str, Any]:
@@ -43,49 +48,20 @@ def find_draft(path: str) -> FoundDraft:
     Raises:
         ValueError: there is none; says what was looked for.
     """
-    place = Path(path).expanduser()
-    if place.is_file():
-        return FoundDraft(_read_checkpoint(place), place, _recipe_above(place))
-    if not place.is_dir():
-        raise ValueError(f"--draft: there is no {path}. Give a run folder, a checkpoint file or an exported folder.")
-    run = RunFolder(place)
-    if run.recipe.exists():
-        for checkpoint in (run.best, run.last):
-            if checkpoint.exists():
-                return FoundDraft(_read_checkpoint(checkpoint), checkpoint, _recipe_above(checkpoint))
-        raise ValueError(f"--draft: {path} is a run without a checkpoint. Train it: dflash fit {run.recipe}.")
-    if (place / "config.json").exists():
-        return FoundDraft(load_draft(place), place)
-    raise ValueError(f"--draft: {path} has neither {RECIPE_FILE} (a run) nor config.json (an exported drafter).")
-
-
-def _read_checkpoint(file: Path) -> DraftModel:
-    try:
-        checkpoint = torch.load(file, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
-        reason = str(error).partition("\n")[0][:120] or "it is empty"
-        raise ValueError(f"--draft: {file} cannot be read as a checkpoint ({reason}). {_ANOTHER}") from error
-    if not isinstance(checkpoint, dict) or "draft_config" not in checkpoint:
-        held = f"only {list(checkpoint)[:8]}" if isinstance(checkpoint, dict) else f"it holds a {type(checkpoint)}"
-        raise ValueError(f"--draft: {file} is no checkpoint of a drafter (no draft_config, {held}).")
-    for name in ("draft_config", "state_dict"):
-        if not isinstance(checkpoint.get(name), dict):
-            raise ValueError(f"--draft: {file} is damaged: its {name} is absent or no mapping. {_ANOTHER}")
-    model = DraftModel(DraftConfig.from_dict(checkpoint["draft_config"]))
-    prefix = "model."
-    state = {k.removeprefix(prefix): v for k, v in checkpoint["state_dict"].items() if k.startswith(prefix)}
-    try:
-        model.load_state_dict(state)
-    except RuntimeError as error:  # lists the tensors that are missing, unknown or of another shape
-        raise ValueError(f"--draft: the tensors in {file} are not its drafter's. {_ANOTHER}\n{error}") from error
-    return model.eval()
+    found = find_weights(path, setting="--draft")
+    return FoundDraft(found.model, found.source, _recipe_above(found.source), found.measured)
 
 
 def _recipe_above(checkpoint: Path) -> dict[str, Any]:
-    for folder in checkpoint.resolve().parents[:2]:
-        if (folder / RECIPE_FILE).exists():
-            return read_recipe(folder / RECIPE_FILE)
-    return {}
+    folder = run_of(checkpoint)
+    return {} if folder is None else read_recipe(folder / RECIPE_FILE)
+
+
+def run_of(checkpoint: Path) -> Path | None:
+    """The run's folder that a checkpoint lies in; null for one that was copied away, and for a folder."""
+    if not checkpoint.is_file():
+        return None
+    return next((folder for folder in checkpoint.resolve().parents[:2] if (folder / RECIPE_FILE).exists()), None)
 
 
 def check_device(name: str | None) -> None:
@@ -108,27 +84,95 @@ def check_device(name: str | None) -> None:
 
 def open_target(name: str, *, device: str | None, dtype: str | None) -> FrozenTarget:
     """The target that ``--target`` names: a target option, a path, a hub id or a GGUF file."""
-    node = OmegaConf.to_container(load_recipe("dflash", [f"target={name}"]).target, resolve=True)
-    return _open(node, device, dtype)
+    return _open(_named_node(name), device, dtype)
 
 
-def open_target_of(draft: FoundDraft, name: str | None, *, device: str | None, dtype: str | None) -> FrozenTarget:
+def open_target_of(
+    draft: FoundDraft, name: str | None, *, device: str | None, dtype: str | None, relative: bool = False
+) -> FrozenTarget:
     """The target to decode with: ``name``, else the one of the drafter's run, else the one its config names.
+
+    ``relative`` (``--other-target``) takes ``name`` although the drafter was made for another target, if it fits.
 
     Raises:
         ValueError: the drafter was made for another target, or names none.
     """
-    if name is not None:
-        target = open_target(name, device=device, dtype=dtype)
-    elif "target" in draft.recipe:
-        target = _open(draft.recipe["target"], device, dtype)
-    elif draft.model.config.target.get("name"):
-        target = open_target(draft.model.config.target["name"], device=device, dtype=dtype)
-    else:
-        raise ValueError(f"--target: {draft.source} does not say which target it was made for. Give --target.")
-    target.check_draft(draft.model.config)
-    draft.model.to(target.device)  # type: ignore[arg-type]
+    if relative and name is None:
+        raise ValueError("--other-target: it says that --target is not the drafter's own, so give --target too.")
+    print(f"loading the target {name or named_target(draft)} ...", file=sys.stderr, flush=True)
+    target = _open(_target_node(draft, name), device, dtype)
+    use_draft(draft, target, relative=relative)
     return target
+
+
+def use_draft(draft: FoundDraft, target: FrozenTarget, *, relative: bool = False) -> None:
+    """Move the drafter to where the target is, if it was made for that.
+
+    Raises:
+        ValueError: it was made for another target.
+    """
+    target.check_draft(draft.model.config, relative=relative)
+    draft.model.to(target.device)  # type: ignore[arg-type]
+
+
+def other_target(draft: FoundDraft, target: FrozenTarget) -> dict[str, Any] | None:
+    """Which target the drafter was made for and which it is measured on, where these are two; else null."""
+    made_for = draft.model.config.target
+    digest = made_for.get("digest")
+    if digest is None or digest == target.facts.digest:
+        return None
+    return {
+        "made_for": made_for.get("name"),
+        "made_for_digest": digest,
+        "measured_on": target.facts.name,
+        "measured_on_digest": target.facts.digest,
+    }
+
+
+def other_target_line(other: dict[str, Any] | None) -> str:
+    """``other_target`` in words; empty where the drafter is on its own target."""
+    if other is None:
+        return ""
+    return (
+        f"on another target than its own (--other-target): made for {other['made_for']} "
+        f"({other['made_for_digest'][:12]}), used on {other['measured_on']} ({other['measured_on_digest'][:12]})"
+    )
+
+
+def open_text_of(draft: FoundDraft, name: str | None) -> TargetText | None:
+    """Tokenizer and sizes of the target that ``open_target_of`` opens, in seconds: no weight is read.
+
+    Null where only the target itself can tell: it is not loaded in the usual way.
+
+    Raises:
+        ValueError: the drafter names no target, or it cannot be read.
+    """
+    node = _target_node(draft, name)
+    if node["_target_"] != _LOADED_BY:
+        return None
+    known = {key: node[key] for key in ("revision", "trust_remote_code") if key in node}
+    return load_text(node["source"], **known)
+
+
+def named_target(draft: FoundDraft) -> str:
+    """What the drafter says its target is called."""
+    return str(draft.recipe.get("target", {}).get("source") or draft.model.config.target.get("name") or "")
+
+
+def _target_node(draft: FoundDraft, name: str | None) -> dict[str, Any]:
+    """The ``target`` node of a recipe that says what to load."""
+    if name is None and "target" in draft.recipe:
+        return dict(draft.recipe["target"])
+    name = name or draft.model.config.target.get("name")
+    if not name:
+        raise ValueError(f"--target: {draft.source} does not say which target it was made for. Give --target.")
+    return _named_node(name)
+
+
+def _named_node(name: str) -> dict[str, Any]:
+    node = OmegaConf.to_container(load_recipe("dflash", [f"target={name}"]).target, resolve=True)
+    assert isinstance(node, dict)
+    return {str(key): value for key, value in node.items()}
 
 
 def _open(node: Any, device: str | None, dtype: str | None) -> FrozenTarget:

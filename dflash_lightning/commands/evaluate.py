@@ -1,71 +1,119 @@
-"""``dflash evaluate``: what a drafter is worth on held-out prompts, decoded for real."""
+"""``dflash evaluate``: what drafters are worth on held-out prompts, decoded for real."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dflash_lightning.commands.drafts import check_device, find_draft, open_target_of
-from dflash_lightning.data import load_prompts, render_prompt
+from dflash_lightning.commands.drafts import FoundDraft, check_device, find_draft, other_target
+from dflash_lightning.commands.evaluate_text import side_by_side, title
+from dflash_lightning.commands.measured import Measured, PromptFile, load_files
+from dflash_lightning.commands.ready import open_ready, settings_of
 from dflash_lightning.decoding import DecodingSettings
+from dflash_lightning.decoding.decoder import DecodeResult
 from dflash_lightning.decoding.evaluation import Evaluator
-from dflash_lightning.run import json_text, machine, versions
+from dflash_lightning.machine import machine
+from dflash_lightning.run import json_text, versions
 from dflash_lightning.target import FrozenTarget
+from dflash_lightning.target.served import served_line, served_settings
+
+__all__ = ["evaluate", "settings_of"]
 
 
 def evaluate(args: argparse.Namespace) -> int:
-    """Print the figures, and write them to ``--json``; 1 when greedy float32 output is not the plain one."""
+    """Print the figures of every drafter, and write them to ``--json``.
+
+    The exit status is 1 when greedy output is not the plain one: in float32 at any difference, in other dtypes where
+    rounding cannot explain it.
+    """
     settings = settings_of(args)
     check_device(args.device)
-    prompts = load_prompts(args.prompts, limit=args.limit)
-    draft = find_draft(args.draft)
-    target = open_target_of(draft, args.target, device=args.device, dtype=args.dtype)
-    ids = [render_prompt(target.tokenizer, messages, **draft.chat_template_kwargs) for messages in prompts]
-    check_room(settings, target, ids)
-    evaluation = Evaluator(target, draft.model, ids, settings, num_checked=len(ids))()
-    print(evaluation.table(f"{draft.source} on {args.prompts}"))
+    files = load_files(args.prompts, args.limit)
+    drafts = [find_draft(path) for path in _once(args.draft, "--draft")]
+    _check_alike(drafts)
+    prompts = [prompt for file in files for prompt in file.prompts]
+    target, ids = open_ready(drafts, args, settings, prompts, call=lambda place: _place(files, place))
+    found = _measure(drafts, target, ids, settings, files)
+    print(side_by_side(found), end="")
     if args.json:
-        report: dict[str, Any] = {
-            **evaluation.summary(),
-            "prompts": len(ids),
-            "prompts_file": str(args.prompts),
-            "draft": str(draft.source),
-            "target": target.facts.name,
-            "dtype": str(target.dtype).removeprefix("torch."),
-            "decoding": vars(settings),
-            "device": str(target.device),
-            "machine": machine(),
-            "versions": versions(),
-        }
-        Path(args.json).write_text(json_text(report), encoding="utf-8")
-    return 1 if evaluation.broken else 0
+        Path(args.json).write_text(json_text(_report(found, target, settings, files)), encoding="utf-8")
+    return 1 if any(measured.evaluation.broken for measured in found) else 0
 
 
-def settings_of(args: argparse.Namespace) -> DecodingSettings:
-    """Decoding as the command line asks for it."""
-    return DecodingSettings(
-        max_new_tokens=args.max_new_tokens,
-        batch_size=getattr(args, "batch_size", 1),
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        seed=args.seed,
-        compile=not getattr(args, "eager", False),
-    )
+def _once(paths: list[str], option: str) -> list[str]:
+    """Refuse one path given twice: it would be measured twice."""
+    twice = sorted({path for path in paths if paths.count(path) > 1})
+    if twice:
+        raise ValueError(f"{option}: {twice[0]} is given twice. Name it once.")
+    return paths
 
 
-def check_room(settings: DecodingSettings, target: FrozenTarget, prompts: Sequence[list[int]]) -> None:
-    """Refuse answers that the target has no positions for before buffers of that size are made.
+def _check_alike(drafts: list[FoundDraft]) -> None:
+    """Drafters are compared on the same prompts, so these must be rendered alike for all.
 
     Raises:
-        ValueError: says by how much the longest prompt's answer goes too far.
+        ValueError: two were trained with different settings of the chat template.
     """
-    positions, longest = target.facts.max_positions, max(map(len, prompts), default=0)
-    if longest + settings.max_new_tokens > positions:
-        raise ValueError(
-            f"--max-new-tokens: {settings.max_new_tokens} behind a prompt of {longest} tokens, but "
-            f"{target.facts.name} has {positions} positions. Use {max(positions - longest, 0)} at most, or a shorter "
-            "prompt."
-        )
+    first = drafts[0]
+    for other in drafts[1:]:
+        if other.chat_template_kwargs != first.chat_template_kwargs:
+            raise ValueError(
+                f"--draft: {first.source} was trained with chat_template_kwargs {first.chat_template_kwargs}, "
+                f"{other.source} with {other.chat_template_kwargs}: their prompts differ. Measure them one by one."
+            )
+
+
+def _place(files: list[PromptFile], place: int) -> str:
+    for file in files:
+        if place < len(file.prompts):
+            return f"prompt {place + 1} of {file.path}"
+        place -= len(file.prompts)
+    raise AssertionError("a place beyond all prompts")
+
+
+def _measure(
+    drafts: list[FoundDraft],
+    target: FrozenTarget,
+    ids: list[list[int]],
+    settings: DecodingSettings,
+    files: list[PromptFile],
+) -> list[Measured]:
+    """One drafter after the other; what is decoded plainly is decoded once."""
+    plain: DecodeResult | None = None
+    found = []
+    for draft in drafts:
+        evaluator = Evaluator(target, draft.model, ids, settings, num_checked=len(ids), plain=plain)
+        name = draft.source.name if len(drafts) == 1 else str(draft.source)
+        measured = Measured(draft, evaluator(f"decoding with {name}"), files, other_target(draft, target))
+        plain = evaluator.plain
+        print(measured.evaluation.table(title(measured)), measured.by_file(), sep="\n", flush=True)
+        found.append(measured)
+    if (served := served_line(target, vars(settings))) is not None:
+        print(served)
+    return found
+
+
+def _report(
+    found: list[Measured], target: FrozenTarget, settings: DecodingSettings, files: list[PromptFile]
+) -> dict[str, Any]:
+    """What ``--json`` holds: the figures of every drafter, and what they were measured on.
+
+    Those of a single drafter stand at the top as well.
+    """
+    drafts = [measured.summary() for measured in found]
+    names = [str(file.path) for file in files]
+    return {
+        **(drafts[0] if len(drafts) == 1 else {}),
+        "drafts": drafts,
+        "prompts": sum(len(file.prompts) for file in files),
+        "prompts_file": names[0] if len(names) == 1 else names,
+        "target": target.facts.name,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "decoding": vars(settings),
+        "generation_config": served_settings(target),
+        "served": served_line(target, vars(settings)),
+        "device": str(target.device),
+        "machine": machine(),
+        "versions": versions(),
+    }

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
 from dflash_lightning.commands.drafts import FoundDraft, find_draft, open_target_of
-from dflash_lightning.commands.report import REPORT_FILE
+from dflash_lightning.commands.run_figures import figures_of, trained_length
 from dflash_lightning.data import load_prompts, render_prompt
-from dflash_lightning.export import FORMATS, check_place, serving
+from dflash_lightning.export import FORMATS, check_format, check_place, serving
 from dflash_lightning.export import export as write_export
-from dflash_lightning.run import file_digest
 from dflash_lightning.target import FrozenTarget
 
 NUM_PROMPTS = 4
@@ -29,8 +27,10 @@ def export(args: argparse.Namespace) -> int:
     folder = Path(args.out)
     check_place(folder, replace=args.replace, source=Path(args.draft).expanduser())
     draft = find_draft(args.draft)
+    check_format(draft.model.config, args.format, args.weights)
+    report = figures_of(draft)
     target = open_target_of(draft, args.target, device=args.device, dtype=args.dtype)
-    write_export(
+    facts = write_export(
         draft.model,
         target,
         folder,
@@ -39,10 +39,11 @@ def export(args: argparse.Namespace) -> int:
         prompts=_prompts(args, draft, target),
         max_new_tokens=args.max_new_tokens,
         chat_template_kwargs=draft.chat_template_kwargs,
-        report=_report_of(draft),
+        report=report,
+        trained_length=trained_length(draft),
         replace=args.replace,
     )
-    command, note = serving(FORMATS[args.format], draft.model.config, target.facts.name, str(folder))
+    command, note = serving(FORMATS[args.format], draft.model.config, facts, str(folder))
     print(f"written to {folder} ({args.format}, {args.weights}). To serve it:\n\n{command}")
     if note:
         print(f"\n{note}")
@@ -58,18 +59,5 @@ def _prompts(args: argparse.Namespace, draft: FoundDraft, target: FrozenTarget) 
     messages: list[Any] = [[{"role": "user", "content": text}] for text in MESSAGES]
     if file is not None:
         messages = list(load_prompts(file, limit=NUM_PROMPTS))
-    return [render_prompt(target.tokenizer, m, **draft.chat_template_kwargs) for m in messages]
-
-
-def _report_of(draft: FoundDraft) -> dict[str, Any] | None:
-    """The run's report, if it is one of this very checkpoint."""
-    if not draft.recipe:
-        return None
-    file = draft.source.resolve().parents[1] / REPORT_FILE
-    if not file.exists():
-        return None
-    report = json.loads(file.read_text(encoding="utf-8"))
-    if report["asked"]["drafter_sha256"] != file_digest(draft.source):
-        print(f"{file} is of another checkpoint than {draft.source}: the model card states no figures")
-        return None
-    return report
+    rows, kwargs = target.facts.vocab_size, draft.chat_template_kwargs
+    return [render_prompt(target.tokenizer, m, vocab_size=rows, **kwargs) for m in messages]

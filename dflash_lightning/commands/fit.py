@@ -69,7 +69,7 @@ def _dry_run(cfg: DictConfig) -> int:
 def _fit(folder: RunFolder, cfg: DictConfig, fresh: bool, stopper: Stopper, but: Sequence[str] = ()) -> int:
     resume = _decide(folder, cfg, fresh, but)
     if resume is None:
-        _say(f"{folder.path} is finished: nothing to do. Train again with --fresh, or see it: {_next(folder)}")
+        _say(folder.nothing_to_do)
         return 0
     with contextlib.nullcontext() if _is_main() else without_progress_bars():
         parts = build_recipe(cfg)
@@ -234,7 +234,7 @@ def _conclude(parts: Parts, folder: RunFolder, started: int) -> int:
         tau = parts.trainer.callback_metrics.get("decode/tau")
         facts = {} if tau is None else {"tau": float(tau)}
         folder.finish(optimizer_steps=steps, **facts)
-        _say(f"finished after {steps} optimizer steps. Next: {_next(folder)}")
+        _say(f"finished after {steps} optimizer steps. Next: {folder.next_command}")
     return 0
 
 
@@ -249,7 +249,3 @@ def _problem(parts: Parts, started: int) -> str:
             "see optim.lr and the loss"
         )
     return ""
-
-
-def _next(folder: RunFolder) -> str:
-    return f"dflash evaluate --draft {folder.path} --prompts FILE"

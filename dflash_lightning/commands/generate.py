@@ -1,122 +1,126 @@
-"""``dflash generate``: one answer, streamed, with the drafter's share of it visible."""
+"""``dflash generate``: answers, streamed, with the drafter's share of them visible."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import sys
-from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from dflash_lightning.commands.drafts import FoundDraft, check_device, find_draft, open_target_of
-from dflash_lightning.commands.evaluate import check_room, settings_of
-from dflash_lightning.data import render_prompt
-from dflash_lightning.decoding import DecodeResult
-from dflash_lightning.decoding.stats import STAGES
+from dflash_lightning.commands.answer import Answer, Answerer
+from dflash_lightning.commands.chat import FIRST, chat
+from dflash_lightning.commands.drafts import check_device, find_draft, other_target, other_target_line
+from dflash_lightning.commands.ready import open_ready, settings_of
+from dflash_lightning.commands.token_stream import GREEN, PLAIN, TokenStream
+from dflash_lightning.data import Prompt, left_out_line, load_prompts
+from dflash_lightning.decoding.watch import watching
+from dflash_lightning.files import find_file
 from dflash_lightning.run import json_text
 from dflash_lightning.target import FrozenTarget
 
-_GREEN, _PLAIN = "\x1b[32m", "\x1b[0m"
+__all__ = ["TokenStream", "generate"]
 
 
 def generate(args: argparse.Namespace) -> int:
-    """Answer the prompt; text as it comes, or one JSON object at the end."""
+    """Answer a prompt, a file of prompts or what is typed; text as it comes, or JSON."""
     settings = settings_of(args)
+    _check(args)
     check_device(args.device)
     draft = find_draft(args.draft)
-    target = open_target_of(draft, args.target, device=args.device, dtype=args.dtype)
-    prompt = _prompt_ids(args, draft, target)
-    check_room(settings, target, [prompt])
-    decoder = settings.make_decoder(target, draft.model, longest_prompt=len(prompt))
-    decoder.warm_up()
-    stream = None
-    if not args.json and target.tokenizer is not None:
-        stream = TokenStream(target.tokenizer, partial(print, end="", flush=True), _coloured(args))
-    if stream is not None and stream.coloured:
-        print(f"{_GREEN}green{_PLAIN}: drafted and accepted; plain: the target's own token\n", file=sys.stderr)
-    result = decoder.decode(
-        [prompt],
-        max_new_tokens=settings.max_new_tokens,
-        stop_ids=target.stop_ids,
-        on_round=None if stream is None else lambda request, tokens, drafted: stream.add(tokens, drafted),
+    prompts = _prompts(args)
+    name = "--prompt-ids" if args.prompt_ids is not None else "--chat" if args.chat else "--prompt"
+    target, ids = open_ready(
+        [draft],
+        args,
+        settings,
+        prompts,
+        call=lambda place: name if args.prompts is None else f"prompt {place + 1} of {args.prompts}",
     )
-    if stream is not None:
-        stream.end()
-    _report(args, result, prompt, target)
+    other = other_target(draft, target)
+    if other is not None:
+        print(other_target_line(other), file=sys.stderr)
+    answerer = Answerer(
+        target,
+        draft.model,
+        settings,
+        longest_prompt=max(map(len, ids), default=1),
+        compile=False if args.eager else True if args.compile else "auto",
+        stream=None if args.json or target.tokenizer is None else _stream_to_terminal(args, target),
+    )
+    if args.chat:
+        chat(answerer, draft.chat_template_kwargs)
+        return 0
+    answerer.decoder.warm_up(settings.max_new_tokens * len(ids))
+    for number, (prompt, prompt_ids) in enumerate(zip(prompts, ids, strict=True)):
+        if args.prompts is not None and not args.json:
+            print(f"### {number + 1} of {len(ids)}: {_first_words(prompt)}", flush=True)
+        answer = _answer(answerer, prompt_ids, args, number, len(ids))
+        _report(args, answer, prompt_ids, target, {"other_target": other} if other else {})
     return 0
 
 
-def _prompt_ids(args: argparse.Namespace, draft: FoundDraft, target: FrozenTarget) -> list[int]:
+def _check(args: argparse.Namespace) -> None:
+    """Refuse settings that would be ignored."""
+    if args.limit is not None and args.prompts is None:
+        raise ValueError("--limit: it counts prompts of --prompts, and there are none. Leave it out.")
+    if args.chat and args.json:
+        raise ValueError("--json: a conversation is text. Leave --json out, or use --prompt or --prompts.")
+
+
+def _prompts(args: argparse.Namespace) -> list[Any]:
+    """What is to be answered, as ``open_ready`` takes it; the shortest beginning of a conversation."""
+    if args.chat:
+        return [[FIRST]]
+    if args.prompt_ids is not None:
+        return [args.prompt_ids]
     if args.prompt is not None:
-        message = {"role": "user", "content": args.prompt}
-        return render_prompt(target.tokenizer, [message], **draft.chat_template_kwargs)
-    size = target.facts.vocab_size
-    if strangers := [i for i in args.prompt_ids if not 0 <= i < size]:
-        raise ValueError(
-            f"--prompt-ids: {strangers} are no tokens of {target.facts.name}, which has ids 0..{size - 1}."
-        )
-    return args.prompt_ids
+        return [Prompt([{"role": "user", "content": args.prompt}], where="--prompt")]
+    if Path(args.prompts).suffix != ".txt":
+        prompts = load_prompts(args.prompts, limit=args.limit)
+        if (left_out := left_out_line(prompts)) is not None:
+            print(left_out, file=sys.stderr, flush=True)
+        return list(prompts)
+    lines = find_file(args.prompts, setting="--prompts").read_text(encoding="utf-8").splitlines()
+    asked = [(number, line.strip()) for number, line in enumerate(lines, start=1) if line.strip()][: args.limit]
+    if not asked:
+        raise ValueError(f"--prompts: {args.prompts} holds no text. Write one prompt a line.")
+    return [Prompt([{"role": "user", "content": text}], where=f"{args.prompts}:{number}") for number, text in asked]
 
 
-def _coloured(args: argparse.Namespace) -> bool:
-    if args.color == "auto":
-        return sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    return args.color == "always"
+def _first_words(prompt: Any) -> str:
+    """The last user turn on one short line."""
+    messages = prompt.messages if isinstance(prompt, Prompt) else []
+    texts = [str(m["content"]) for m in messages if m["role"] == "user"]
+    words = " ".join(texts[-1].split()) if texts else ""
+    return words if len(words) <= 70 else f"{words[:67]}..."
 
 
-def _report(args: argparse.Namespace, result: DecodeResult, prompt: list[int], target: FrozenTarget) -> None:
-    generation, stats = result.generations[0], result.stats
+def _stream_to_terminal(args: argparse.Namespace, target: FrozenTarget) -> partial[TokenStream]:
+    """Makes a stream for each answer."""
+    coloured = sys.stdout.isatty() and "NO_COLOR" not in os.environ if args.color == "auto" else args.color == "always"
+    if coloured:
+        print(f"{GREEN}green{PLAIN}: drafted and accepted; plain: the target's own token\n", file=sys.stderr)
+    return partial(TokenStream, target.tokenizer, partial(print, end="", flush=True), coloured)
+
+
+def _answer(answerer: Answerer, prompt: list[int], args: argparse.Namespace, number: int, count: int) -> Answer:
+    """One answer; where nothing is streamed, a bar shows how far it has come."""
+    if answerer.stream is not None:
+        return answerer(prompt)
+    what = f"answer {number + 1} of {count}" if count > 1 else "answering"
+    lengths = {"max_new_tokens": args.max_new_tokens, "stop_ids": answerer.target.stop_ids}
+    with watching(what, 1, **lengths) as watch:
+        return answerer(prompt, listener=watch)
+
+
+def _report(
+    args: argparse.Namespace, answer: Answer, prompt: list[int], target: FrozenTarget, more: dict[str, Any]
+) -> None:
     if args.json:
-        tokenizer = target.tokenizer
-        report: dict[str, Any] = {
-            "prompt_ids": prompt,
-            "output_ids": generation.output_ids,
-            "text": None if tokenizer is None else tokenizer.decode(generation.output_ids, skip_special_tokens=True),
-            "committed": generation.committed,
-            "accepted": generation.accepted,
-            "finish": generation.finish,
-            "tau": stats.tau if stats.rounds else None,
-            "compiled": stats.compiled,
-            "times": {f"{stage}_s": seconds for stage, seconds in zip(STAGES, stats.seconds, strict=True)},
-        }
-        print(json_text(report, indent=None), end="")
+        print(json_text({**answer.summary(prompt, target.tokenizer), **more}, indent=None), end="", flush=True)
         return
     if target.tokenizer is None:
-        print(",".join(map(str, generation.output_ids)))
-    rounds = f"{len(generation.committed)} rounds, {stats.tau:.2f} tokens per round" if stats.rounds else "no round"
-    speed = f"{1 / stats.s_per_token():.1f} tokens/s"
-    print(f"[{len(generation.output_ids)} tokens, {rounds}, {speed}, ended by {generation.finish}]", file=sys.stderr)
-
-
-class TokenStream:
-    """Writes text as tokens come, drafted tokens in green.
-
-    Tokens need not be whole characters: text that ends in the replacement character waits for the next token. Decoding
-    starts again at each line, so that long answers do not cost a decode of everything for every token.
-    """
-
-    def __init__(self, tokenizer: Any, write: Callable[[str], object], coloured: bool) -> None:
-        self.tokenizer, self.write, self.coloured = tokenizer, write, coloured
-        self._ids: list[int] = []
-        self._written = ""
-
-    def add(self, tokens: list[int], drafted: list[bool]) -> None:
-        """Write what ``tokens`` add to the text."""
-        for token, by_draft in zip(tokens, drafted, strict=True):
-            self._ids.append(token)
-            text = self.tokenizer.decode(self._ids, skip_special_tokens=True)
-            if text.endswith("\N{REPLACEMENT CHARACTER}"):
-                continue
-            self._write(text[len(self._written) :], by_draft)
-            self._written = text
-            if text.endswith("\n"):
-                self._ids, self._written = [], ""
-
-    def end(self) -> None:
-        """Write what is still waiting, and end the line."""
-        text = self.tokenizer.decode(self._ids, skip_special_tokens=True)
-        self._write(text[len(self._written) :] + "\n", False)
-
-    def _write(self, text: str, drafted: bool) -> None:
-        self.write(f"{_GREEN}{text}{_PLAIN}" if drafted and self.coloured and text else text)
+        print(",".join(map(str, answer.ids)))
+    print(answer.line(), file=sys.stderr, flush=True)

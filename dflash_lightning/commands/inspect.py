@@ -9,45 +9,42 @@ import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-
 from dflash_lightning.commands.inspect_against import ServerIds
+from dflash_lightning.commands.inspect_settings import evaluation_files, is_recipe, sets_length
 from dflash_lightning.commands.inspect_text import TokenTable
-from dflash_lightning.data import load_prompts
+from dflash_lightning.data import left_out_line, load_prompts
 from dflash_lightning.data.documents import DataSummary, DocumentMaker, RowOutcome
 from dflash_lightning.data.inspection import BlockAccount, PromptOverlap, supervised_text, training_rows
 from dflash_lightning.data.process import TrainingRows
 from dflash_lightning.data.sources import Source
-from dflash_lightning.recipe import RecipeError, list_faults, load_recipe, make_target
-from dflash_lightning.recipe_load import RECIPE_FILE, recipe_names
-from dflash_lightning.recipe_make import make
+from dflash_lightning.recipe_make import make, make_target
 from dflash_lightning.target import TargetText, load_text
 
 _PIPE_WIDTH = 120  # columns where the output is no terminal
-_READ_BY = "dflash_lightning.data.DraftData"
 _LOADED_BY = "dflash_lightning.target.load_target"
 
 
-def inspect(args: argparse.Namespace) -> int:
+def inspect(args: argparse.Namespace, tree: dict[str, Any]) -> int:
     """Show every row, then the account; the status is 1 where training would refuse the data, or ids differ.
 
     The rows go through the very objects that training makes of the same settings; only the tokenizer is loaded.
 
+    ``tree`` is what ``read_settings`` made of the arguments.
+
     Raises:
-        ValueError: the settings have faults, or a file as a whole cannot be read.
+        ValueError: a file as a whole cannot be read, or the target's tokenizer.
     """
-    tree = _settings(args)
     text = _open_text(tree["target"])
-    if not is_recipe(args.data) and not _sets_length(args):
+    if not is_recipe(args.data) and not sets_length(args):
         tree["data"]["max_length"] = min(tree["data"]["max_length"], text.max_positions)
     rows = training_rows(tree["data"])
     rows.processing.check_target(text)
     maker = rows.processing.maker(text)
     blocks = BlockAccount(make(tree["block"]))
-    overlaps = [PromptOverlap(name, load_prompts(name), maker.renderer) for name in _evaluation_files(args, tree)]
+    prompts = {name: load_prompts(name) for name in evaluation_files(args, tree)}
+    overlaps = [PromptOverlap(name, asked, maker.renderer) for name, asked in prompts.items()]
     server = None if args.against is None else ServerIds(args.against, _only_file(rows.sources))
     show = _JsonRows(text) if args.json else _TextRows(args, text)
     for outcome in _outcomes(maker, rows.sources, progress=args.json and sys.stderr.isatty()):
@@ -68,6 +65,7 @@ def inspect(args: argparse.Namespace) -> int:
     lines = maker.summary.lines()
     if maker.summary.kept:
         lines += [*blocks.lines(), *(line for overlap in overlaps for line in overlap.lines())]
+    lines += [f"  {line}" for asked in prompts.values() if (line := left_out_line(asked)) is not None]
     lines += [] if server is None else server.lines()
     print(*lines, *(f"  training would stop: {refusal}" for refusal in refusals), sep="\n", file=sys.stderr)
     return 1 if refusals or (server is not None and server.differing) else 0
@@ -92,76 +90,6 @@ def _refusals(rows: TrainingRows, summary: DataSummary) -> list[str]:
         except ValueError as error:
             found.append(str(error))
     return found
-
-
-# -- settings ---------------------------------------------------------------------------------------------------------
-
-
-def is_recipe(data: str) -> bool:
-    """A run folder, a YAML file, or the name of a shipped recipe where there is no such file."""
-    path = Path(data).expanduser()
-    if path.exists():
-        return path.suffix in (".yaml", ".yml") or (path / RECIPE_FILE).exists()
-    return data in recipe_names()
-
-
-def _settings(args: argparse.Namespace) -> dict[str, Any]:
-    """The recipe's data, block and target; for a data file those of the dflash recipe.
-
-    Raises:
-        RecipeError: these parts have faults; what else is open in a recipe does not matter here.
-    """
-    recipe = is_recipe(args.data)
-    if not recipe and args.target is None:
-        raise ValueError(f"--target: {args.data} is a data file, which belongs to no target. Give --target.")
-    target = [] if args.target is None else [f"target={args.target}"]
-    cfg = load_recipe(args.data if recipe else "dflash", [*target, *args.overrides])
-    if not recipe:
-        cfg.data.train = args.data
-    _apply_options(cfg, args)
-    needed = ("data", "block", "target", "seed")
-    faults = [fault for fault in list_faults(cfg) if fault.where.partition(".")[0] in needed]
-    if faults:
-        raise RecipeError(faults, args.data)
-    if cfg.data._target_ != _READ_BY:
-        raise ValueError(
-            f"data._target_: {cfg.data._target_} reads its rows in a way of its own, which is not known here. "
-            f"Inspect data of {_READ_BY}."
-        )
-    tree = {key: OmegaConf.to_container(cfg[key], resolve=True) for key in ("data", "block", "target")}
-    tree["data"] = {key: value for key, value in tree["data"].items() if key != "_target_"}  # type: ignore[union-attr]
-    tree["callbacks"] = _resolvable(cfg.get("callbacks"))
-    return tree
-
-
-def _apply_options(cfg: DictConfig, args: argparse.Namespace) -> None:
-    given = {
-        "data.max_length": args.max_length,
-        "data.supervise": args.supervise,
-        "data.chat_template_kwargs": args.chat_template_kwargs,
-        "data.limit": args.limit,
-        "block.block_size": args.block_size,
-    }
-    for key, value in given.items():
-        if value is not None:
-            OmegaConf.update(cfg, key, value, merge=False)
-
-
-def _sets_length(args: argparse.Namespace) -> bool:
-    return args.max_length is not None or any(text.startswith("data.max_length=") for text in args.overrides)
-
-
-def _resolvable(callbacks: Any) -> dict[str, str]:
-    """Prompt files of the callbacks, by callback; those that the recipe leaves open are left out."""
-    found = {}
-    for name, node in (callbacks or {}).items():
-        if isinstance(node, DictConfig) and "prompts" in node and not OmegaConf.is_missing(node, "prompts"):
-            found[str(name)] = str(node.prompts)
-    return found
-
-
-def _evaluation_files(args: argparse.Namespace, tree: dict[str, Any]) -> list[str]:
-    return list(dict.fromkeys([*tree["callbacks"].values(), *args.eval]))
 
 
 def _only_file(sources: Sequence[Source]) -> str:

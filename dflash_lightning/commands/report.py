@@ -7,45 +7,57 @@ import json
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from dflash_lightning.commands.drafts import FoundDraft, find_draft, open_target_of
-from dflash_lightning.commands.evaluate import settings_of
+from dflash_lightning.commands.drafts import FoundDraft, check_device, find_draft, other_target
+from dflash_lightning.commands.measured import load_files
+from dflash_lightning.commands.ready import open_ready, settings_of
+from dflash_lightning.commands.report_decoding import decode_for_report
 from dflash_lightning.commands.report_text import failures, table
-from dflash_lightning.data import load_prompts, render_prompt
+from dflash_lightning.commands.run_figures import REPORT_FILE
+from dflash_lightning.data import Prompt
 from dflash_lightning.data.overlap import ngram_overlap
 from dflash_lightning.data.rows import ChatRow, TextRow, TokenRow
 from dflash_lightning.data.sources import make_sources
 from dflash_lightning.decoding import DecodingSettings
-from dflash_lightning.decoding.benchmark import Timing, time_decoders
-from dflash_lightning.decoding.evaluation import Evaluator
+from dflash_lightning.decoding.benchmark import Timing
+from dflash_lightning.decoding.interval import tau_interval
 from dflash_lightning.files import find_file
-from dflash_lightning.run import RunFolder, file_digest, json_text, machine, versions
+from dflash_lightning.machine import machine
+from dflash_lightning.run import RunFolder, file_digest, json_text, versions
 from dflash_lightning.target import FrozenTarget
-from dflash_lightning.target.reference import reference_outputs
+from dflash_lightning.target.served import served_line, served_settings
 
-REPORT_FILE = "report.json"
+OTHER_REPORT_FILE = "report_other_target.json"
+SHIPPED_PROMPTS = "package://dflash_lightning/data/quickstart/test.jsonl"
 
 
 def report(args: argparse.Namespace) -> int:
     """Decode prompts with the run's best drafter, write ``report.json`` into the run and print it as a table.
 
-    With ``--keep`` a report of the same drafter, prompts and settings is printed instead of being made again.
+    With ``--keep`` a report of the same drafter, prompts and settings is printed instead of being made again. On
+    another target than the drafter's own the file is ``report_other_target.json``: the run's report stays its own.
 
-    The exit status is 1 when float32 output differs from the target's own, and when tau is below ``--min-tau``.
+    The exit status is 1 when output differs from the target's own by more than rounding (in float32: at all), and when
+    tau is below ``--min-tau``.
     """
     folder = RunFolder(Path(args.run_dir))
-    file = folder.path / REPORT_FILE
+    file = folder.path / (OTHER_REPORT_FILE if args.other_target else REPORT_FILE)
+    settings = settings_of(args)
+    check_device(args.device)
     draft = find_draft(args.run_dir)
-    asked = _asked(args, draft)
+    prompts = _choose_prompts(args, draft)
+    asked = _asked(args, draft, prompts)
     earlier = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     if args.keep and earlier.get("asked") == asked:
         print(f"{file} is up to date")
         figures = earlier
     else:
-        figures = {**_measure(args, draft), **_minutes(args, folder, earlier), "note": args.note, "asked": asked}
+        measured = _measure(args, draft, prompts, settings)
+        figures = {**measured, **_minutes(args, folder, earlier), "note": prompts.note, "asked": asked}
         file.write_text(json_text(figures), encoding="utf-8")
         print(f"written to {file}")
     print(table(figures))
@@ -55,66 +67,85 @@ def report(args: argparse.Namespace) -> int:
     return 1 if reasons else 0
 
 
-def _asked(args: argparse.Namespace, draft: FoundDraft) -> dict[str, Any]:
+@dataclass(frozen=True)
+class _Prompts:
+    """Which prompts are measured, how many of them, and what they are in words."""
+
+    path: str
+    limit: int | None
+    note: str | None
+
+
+def _choose_prompts(args: argparse.Namespace, draft: FoundDraft) -> _Prompts:
+    """Those asked for, else the run's own held-out ones (as many as it evaluates), else the quickstart's."""
+    if args.prompts is not None:
+        return _Prompts(args.prompts, args.limit, args.note)
+    own = (draft.recipe.get("callbacks") or {}).get("speculative_eval") or {}
+    if own.get("prompts"):
+        note = args.note or "the run's own held-out prompts, by which its best checkpoint was chosen"
+        return _Prompts(own["prompts"], args.limit or own.get("limit"), note)
+    return _Prompts(SHIPPED_PROMPTS, args.limit, args.note or "the quickstart's prompts: the run names none")
+
+
+def _asked(args: argparse.Namespace, draft: FoundDraft, prompts: _Prompts) -> dict[str, Any]:
     """All that the figures depend on, but for what else the machine is doing."""
-    names = ("limit", "timed", "max_new_tokens", "batch_size", "target", "device", "dtype", "note")
+    names = ("timed", "max_new_tokens", "batch_size", "target", "other_target", "device", "dtype")
     return {
         "drafter_sha256": file_digest(draft.source) if draft.source.is_file() else None,
-        "prompts_sha256": file_digest(find_file(args.prompts, setting="--prompts")),
+        "prompts_sha256": file_digest(find_file(prompts.path, setting="--prompts")),
         "versions": versions(),
+        "limit": prompts.limit,
+        "note": prompts.note,
         **{name: getattr(args, name) for name in names},
     }
 
 
-def _measure(args: argparse.Namespace, draft: FoundDraft) -> dict[str, Any]:
-    settings = settings_of(args)
-    messages = load_prompts(args.prompts, limit=args.limit)
-    target = open_target_of(draft, args.target, device=args.device, dtype=args.dtype)
-    prompts = [render_prompt(target.tokenizer, m, **draft.chat_template_kwargs) for m in messages]
-    print(f"decoding {len(prompts)} prompts, with and without drafts ...", flush=True)
-    evaluation = Evaluator(target, draft.model, prompts, settings, num_checked=len(prompts))()
-    print(evaluation.table("report"), flush=True)
-    print("decoding them with transformers.generate ...", flush=True)
-    same = _count_equal(evaluation.outputs, _reference(target, prompts, evaluation.outputs, settings))
-    timed = prompts[: args.timed]
-    print(f"timing {len(timed)} of them one at a time, three decoders taking turns ...", flush=True)
-    timings = time_decoders(target, draft.model, timed, settings)
-    timed_same = _count_equal(timings["speculative"].outputs, timings["transformers_generate"].outputs)
-    overlap = _overlap(draft, target, messages, evaluation.outputs)
+def _measure(
+    args: argparse.Namespace, draft: FoundDraft, chosen: _Prompts, settings: DecodingSettings
+) -> dict[str, Any]:
+    (file,) = load_files([chosen.path], chosen.limit)
+    target, prompts = open_ready(
+        [draft], args, settings, file.prompts, call=lambda place: f"prompt {place + 1} of {file.path}"
+    )
+    found = decode_for_report(target, draft.model, prompts, settings, timed=args.timed)
+    evaluation, timings = found.evaluation, found.timings
+    generations = evaluation.generations
+    interval = tau_interval(generations)
     return {
         "tau": evaluation.stats.tau,
-        "lossless": bool(evaluation.lossless) and same == len(prompts) and timed_same == len(timed),
+        "tau_interval": None if interval is None else interval.as_list(),
+        "lossless": bool(evaluation.lossless) and found.same == len(prompts),
+        "verdict": found.verdict,
         "prompts": len(prompts),
         "identical_to_plain_decoding": f"{evaluation.identical} of {evaluation.num_checked}",
-        "identical_to_transformers_generate": f"{same} of {len(prompts)}",
-        "timed_prompts": len(timed),
-        "timed_identical_to_transformers_generate": f"{timed_same} of {len(timed)}",
+        "identical_to_transformers_generate": f"{found.same} of {len(prompts)}",
+        "differences_from_transformers_generate": [asdict(difference) for difference in found.differences],
+        "timed_prompts": found.timed,
+        "timed_identical_to_transformers_generate": f"{found.timed_same} of {found.timed}",
+        "batched_prompts": len(prompts) - found.timed,
+        "batch_size": settings.batch_size,
+        "looped_answers": evaluation.stats.looped_requests,
+        "cut_answers": evaluation.stats.cut_requests,
+        "tau_without_loops": evaluation.stats.tau_without_loops,
+        "warnings": evaluation.warnings,
         "s_per_token": {name: timing.s_per_token for name, timing in timings.items()},
         "cpu_s_per_token": {name: timing.cpu_s_per_token for name, timing in timings.items()},
         "speedup_over_autoregressive": _ratio(timings, "autoregressive"),
         "speedup_over_transformers_generate": _ratio(timings, "transformers_generate"),
         "decoding": evaluation.summary(),
-        "overlap_with_training": overlap,
-        "prompts_file": str(args.prompts),
+        "overlap_with_training": _overlap(draft, target, file.prompts, evaluation.outputs),
+        "prompts_file": str(file.path),
         "max_new_tokens": settings.max_new_tokens,
         "dtype": str(target.dtype).removeprefix("torch."),
+        "generation_config": served_settings(target),
+        "served": served_line(target, vars(settings)),
+        "measured_at": time.time(),
         "device": str(target.device),
         "machine": machine(),
         "target": target.facts.name,
+        "other_target": other_target(draft, target),
         "versions": versions(),
     }
-
-
-def _reference(
-    target: FrozenTarget, prompts: list[list[int]], outputs: list[list[int]], settings: DecodingSettings
-) -> list[list[int]]:
-    return reference_outputs(
-        target, prompts, outputs, max_new_tokens=settings.max_new_tokens, batch_size=settings.batch_size
-    )
-
-
-def _count_equal(ours: list[list[int]], theirs: list[list[int]]) -> int:
-    return sum(a == b for a, b in zip(ours, theirs, strict=True))
 
 
 def _ratio(timings: dict[str, Timing], baseline: str) -> float:
@@ -137,7 +168,7 @@ def _minutes(args: argparse.Namespace, folder: RunFolder, earlier: dict[str, Any
 
 
 def _overlap(
-    draft: FoundDraft, target: FrozenTarget, messages: list[list[dict[str, Any]]], outputs: list[list[int]]
+    draft: FoundDraft, target: FrozenTarget, asked: list[Prompt], outputs: list[list[int]]
 ) -> dict[str, Any] | None:
     """Share of word 13-grams, of the prompts and of the target's answers to them, that occur in the training text.
 
@@ -154,7 +185,7 @@ def _overlap(
     except ValueError as error:
         print(f"no overlap with the training text is reported: {error}")
         return None
-    overlap = ngram_overlap([m["content"].split() for row in messages for m in row], reference, n=13)
+    overlap = ngram_overlap([m["content"].split() for prompt in asked for m in prompt.messages], reference, n=13)
     if not overlap.reference_ngrams or not overlap.ngrams:
         return None
     shares = {"n": overlap.n, "ngram_share": overlap.ngram_share, "prompt_share": overlap.sample_share}

@@ -12,23 +12,13 @@ from torch import Tensor, nn
 
 from dflash_lightning.conditioning.base import Conditioning
 from dflash_lightning.draft_config import DraftConfig
+from dflash_lightning.layer_ids import default_layer_ids
 from dflash_lightning.ops.context import ContextProjection, ContextState, DraftCache, KVSource
 from dflash_lightning.ops.norm import RMSNorm
 from dflash_lightning.types import BlockLayout, FeatureSpec, TargetFeatures
 
 INIT_STD = 0.02
 WARM_START_NOISE = 0.1  # share of the random initial ``fc`` that stays beside the identity
-
-
-def default_layer_ids(num_target_layers: int, num_features: int) -> list[int]:
-    """Evenly spaced target layers, the last one three before the end, as in DFlash's released code.
-
-    One feature is the middle layer; otherwise ``round(1 + i (L - 4) / (T - 1))``.
-    """
-    if num_features == 1:
-        return [num_target_layers // 2]
-    span = num_target_layers - 4
-    return [round(1 + i * span / (num_features - 1)) for i in range(num_features)]
 
 
 class KVInjection(Conditioning):
@@ -39,7 +29,12 @@ class KVInjection(Conditioning):
 
     name = "kv_injection"
 
-    def __init__(self, *, target_layer_ids: list[int] | None = None, num_features: int = 5) -> None:
+    def __init__(
+        self,
+        *,
+        target_layer_ids: list[int] | None = None,  # 0-based target layers that are read; null spaces them evenly
+        num_features: int = 5,  # how many, where target_layer_ids is null
+    ) -> None:
         super().__init__()
         if num_features < 1:
             raise ValueError(
@@ -49,14 +44,7 @@ class KVInjection(Conditioning):
         self.num_features = num_features
 
     def default_layer_ids(self, num_target_layers: int) -> list[int]:
-        ids = default_layer_ids(num_target_layers, self.num_features)
-        if len(set(ids)) < len(ids) or min(ids) < 0:
-            raise ValueError(
-                f"conditioning.num_features: {self.num_features} evenly spaced layers do not fit into a target of "
-                f"{num_target_layers} decoder layers (got {ids}). Use fewer features or name target_layer_ids "
-                f"(0..{num_target_layers - 1})."
-            )
-        return ids
+        return default_layer_ids(num_target_layers, self.num_features)
 
     def build(self, config: DraftConfig) -> None:
         self._layer_ids = tuple(config.target_layer_ids)

@@ -1,14 +1,44 @@
-"""Data: files to documents with honest masks, documents to micro-batches, prompts for evaluation."""
+"""Data: files to documents with honest masks, documents to micro-batches, prompts for evaluation.
 
-from dflash_lightning.data.conversation import ChatRenderer, UnusableRow
-from dflash_lightning.data.datamodule import DraftData
-from dflash_lightning.data.documents import DocumentMaker, RowOutcome
-from dflash_lightning.data.prompts import check_prompt_lengths, load_prompts, render_prompt
-from dflash_lightning.data.rows import ChatRow, PromptRow, TextRow, TokenRow, read_rows
-from dflash_lightning.data.sources import Source, make_sources
-from dflash_lightning.data.store import DocumentStore
-from dflash_lightning.data.summary import DataSummary
-from dflash_lightning.files import find_file
+Names load on first use (``lazy.py``): a command that needs one of them should not pay for all.
+"""
+
+from typing import TYPE_CHECKING
+
+from dflash_lightning.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from dflash_lightning.data.conversation import ChatRenderer, UnusableRow
+    from dflash_lightning.data.datamodule import DraftData
+    from dflash_lightning.data.documents import DocumentMaker, RowOutcome
+    from dflash_lightning.data.prompts import Prompt, left_out_line, load_prompts, render_prompt
+    from dflash_lightning.data.rows import ChatRow, PromptRow, TextRow, TokenRow, read_rows
+    from dflash_lightning.data.sources import Source, make_sources
+    from dflash_lightning.data.store import DocumentStore
+    from dflash_lightning.data.summary import DataSummary
+    from dflash_lightning.files import find_file
+
+_HOME = {
+    "ChatRenderer": "dflash_lightning.data.conversation",
+    "ChatRow": "dflash_lightning.data.rows",
+    "DataSummary": "dflash_lightning.data.summary",
+    "DocumentMaker": "dflash_lightning.data.documents",
+    "DocumentStore": "dflash_lightning.data.store",
+    "DraftData": "dflash_lightning.data.datamodule",
+    "Prompt": "dflash_lightning.data.prompts",
+    "PromptRow": "dflash_lightning.data.rows",
+    "RowOutcome": "dflash_lightning.data.documents",
+    "Source": "dflash_lightning.data.sources",
+    "TextRow": "dflash_lightning.data.rows",
+    "TokenRow": "dflash_lightning.data.rows",
+    "UnusableRow": "dflash_lightning.data.conversation",
+    "find_file": "dflash_lightning.files",
+    "left_out_line": "dflash_lightning.data.prompts",
+    "load_prompts": "dflash_lightning.data.prompts",
+    "make_sources": "dflash_lightning.data.sources",
+    "read_rows": "dflash_lightning.data.rows",
+    "render_prompt": "dflash_lightning.data.prompts",
+}
 
 __all__ = [
     "ChatRenderer",
@@ -17,16 +47,19 @@ __all__ = [
     "DocumentMaker",
     "DocumentStore",
     "DraftData",
+    "Prompt",
     "PromptRow",
     "RowOutcome",
     "Source",
     "TextRow",
     "TokenRow",
     "UnusableRow",
-    "check_prompt_lengths",
     "find_file",
+    "left_out_line",
     "load_prompts",
     "make_sources",
     "read_rows",
     "render_prompt",
 ]
+
+__getattr__ = lazy_names(__name__, _HOME)

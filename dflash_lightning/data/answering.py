@@ -10,12 +10,13 @@ from typing import Any, Literal
 
 from dflash_lightning.data.conversation import ChatRenderer, UnusableRow
 from dflash_lightning.data.draft_trial import TRIAL_ROWS, DraftTrial, run_trial
+from dflash_lightning.data.messages import Message
 from dflash_lightning.data.prompt_script import Failure, Script
 from dflash_lightning.data.row_log import Row
-from dflash_lightning.data.rows import Message
 from dflash_lightning.decoding import Generation, SamplingSpec, SpeculativeDecoder
 from dflash_lightning.model import DraftModel
 from dflash_lightning.target import FrozenTarget
+from dflash_lightning.target.room import most_new_tokens, positions_needed
 
 
 @dataclass
@@ -42,13 +43,15 @@ class Conversation:
         Raises:
             UnusableRow: the template refuses it, or it is longer than ``room``; the conversation is as it was before.
         """
+        if not self.asked:
+            renderer.check_texts(self.script.messages)  # of the turns that come later too
         roles = [message["role"] for message in self.script.messages]
         upto = roles.index("user", self.asked) + 1
         messages = [*self.messages, *self.script.messages[self.asked : upto]]
-        prompt = renderer.encode_prompt(messages, self.script.tools)
+        prompt = renderer.with_settings(self.script.chat_template_kwargs).encode_prompt(messages, self.script.tools)
         if len(prompt) > room:
             raise UnusableRow(
-                f"a prompt of {len(prompt)} tokens does not fit into the {room} that leave room for an answer"
+                f"a prompt of {len(prompt)} tokens does not fit into the {max(room, 0)} that leave room for an answer"
             )
         if prompt[: len(self.input_ids)] != self.input_ids:
             self.closed.append(self._row())
@@ -87,6 +90,7 @@ class Conversation:
             "row": self.script.row,
             "messages": self.messages,
             **({} if self.script.tools is None else {"tools": self.script.tools}),
+            **({"chat_template_kwargs": settings} if (settings := self.script.chat_template_kwargs) else {}),
             "finish": self.finish,
             "input_ids": self.input_ids,
             "loss_mask": self.loss_mask,
@@ -141,7 +145,7 @@ class Answering:
     def _ask(self, conversation: Conversation) -> bool:
         """Queue the next answer, or note why there can be none."""
         try:
-            conversation.ask(self.renderer, self.target.facts.max_positions - self.max_new_tokens)
+            conversation.ask(self.renderer, most_new_tokens(self.max_new_tokens, self.target.facts.max_positions))
         except UnusableRow as error:
             conversation.unanswered = str(error)
             return False
@@ -181,7 +185,8 @@ class Answering:
     def _reaches(self, length: int) -> bool:
         """Whether drafts behind the last token still have positions; the target answers the very longest rows alone."""
         assert self.draft is not None
-        return length + self.draft.alignment.num_drafts <= self.target.facts.max_positions
+        drafts = self.draft.alignment.num_drafts
+        return positions_needed(length, 0, drafts) <= self.target.facts.max_positions
 
     def _decoder(self, drafted: bool, length: int) -> SpeculativeDecoder:
         """The decoder for sequences of ``length``: made when it is needed, and anew when it is too short."""

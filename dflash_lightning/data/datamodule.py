@@ -168,8 +168,8 @@ class DraftData(LightningDataModule):
         assert self._store is not None, "setup has not run"
         return self._store
 
-    def used_ids(self) -> set[int]:
-        """Token ids that occur in the training documents."""
+    def used_ids(self) -> dict[int, int]:
+        """Token ids that occur in the training documents, with how often."""
         self.setup()
         return self.documents.used_ids()
 

@@ -6,16 +6,19 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from dflash_lightning.data.conversation import ChatRenderer, Encoded, Rendered, UnusableRow
+from dflash_lightning.data.foreign_ids import foreign_token
+from dflash_lightning.data.plain_text import encode_text
 from dflash_lightning.data.records import BadRecord, Record
-from dflash_lightning.data.rows import ChatRow, Message, PromptRow, Row, TextRow, TokenRow
+from dflash_lightning.data.row_count import count_rows
+from dflash_lightning.data.rows import ChatRow, PromptRow, Row, TextRow, TokenRow
 from dflash_lightning.data.sources import Draw, Source
 from dflash_lightning.data.store import DocumentStore, MaskedIds
 from dflash_lightning.data.summary import DataSummary
 from dflash_lightning.data.truncation import Truncate, last_of_text, without_oldest
+from dflash_lightning.progress import Progress
 
 __all__ = ["DataSummary", "DocumentMaker", "DocumentStore", "MaskedIds", "RowOutcome"]
 
@@ -62,8 +65,8 @@ class _Drawn:
     copies: int
     row: Row | BadRecord
 
-    def dropped(self, reason: str) -> RowOutcome:
-        return RowOutcome(self.file, self.line, dropped=reason)
+    def dropped(self, reason: str, *, bad: bool = False) -> RowOutcome:
+        return RowOutcome(self.file, self.line, dropped=reason, bad=bad)
 
 
 class DocumentMaker:
@@ -127,12 +130,14 @@ class DocumentMaker:
         source = Source(source, limit=limit) if isinstance(source, str) else source
         draw = Draw(source.weight, seed=self.seed, place=len(self.summary.sources))
         self.summary.sources.append(source.name)
-        records = tqdm(source.records(setting), desc=f"tokenise {source.path}", unit=" rows", disable=not progress)
-        drawn = self._draw(iter(records), source, draw)
-        while batch := list(islice(drawn, ENCODE_ROWS)):
-            for outcome in self._process(batch):
-                self._count(outcome)
-                yield outcome
+        drawn = self._draw(source.records(setting), source, draw)
+        total = count_rows(source, setting) if progress else None
+        with Progress(f"tokenising {source.path}", total, unit="rows", shown=progress) as bar:
+            while batch := list(islice(drawn, ENCODE_ROWS)):
+                for outcome in self._process(batch):
+                    self._count(outcome)
+                    yield outcome
+                bar.update(len(batch))
 
     def store(self) -> DocumentStore:
         """Everything read so far.
@@ -198,12 +203,16 @@ class DocumentMaker:
                 yield self._outcome(item, row, list(islice(encodings, len(group))))
 
     def _render(self, row: ChatRow) -> list[Rendered] | UnusableRow:
-        self.summary.chat_rows += 1
+        summary = self.summary
+        summary.chat_rows += 1
         try:
-            rendered = self.renderer.rendered(row.messages, row.tools)
+            rendered = self.renderer.of_row(row)
         except UnusableRow as reason:
             return reason
-        self.summary.empty_reasoning += sum(turn.has_empty_reasoning for item in rendered for turn in item.turns)
+        turns = [turn for item in rendered for turn in item.turns]
+        summary.empty_reasoning += sum(turn.has_empty_reasoning for turn in turns)
+        summary.cut_answers += sum(turn.is_cut for turn in turns)
+        summary.unlearned += len(row.unlearned)
         return rendered
 
     def _outcome(self, item: _Drawn, row: Row, encodings: list[list[Encoded] | UnusableRow]) -> RowOutcome:
@@ -212,6 +221,9 @@ class DocumentMaker:
                 whole = [MaskedIds.of(row.input_ids, row.loss_mask)]
             else:
                 whole = [self._encode_text(row)] if isinstance(row, TextRow) else _usable(encodings)
+            for document in whole:
+                if (foreign := foreign_token(document.ids, self.vocab_size, self.tokenizer)) is not None:
+                    return item.dropped(f"{foreign}.", bad=True)
             fitting = self._fit(row, whole)
         except UnusableRow as reason:
             return item.dropped(str(reason))
@@ -229,10 +241,7 @@ class DocumentMaker:
                 f"{row.where}: plain text needs a tokenizer, and this target has none. Use a target with a tokenizer, "
                 "or rows with 'input_ids' and 'loss_mask'."
             )
-        encoding = self.tokenizer(row.text, return_special_tokens_mask=True, return_attention_mask=False, verbose=False)
-        added = encoding["special_tokens_mask"]
-        first = added.index(0) if 0 in added else len(added)
-        return MaskedIds.of(encoding["input_ids"], [j > first and not added[j] for j in range(len(added))])
+        return encode_text(row.text, self.tokenizer)
 
     def _fit(self, row: Row, whole: list[MaskedIds]) -> list[MaskedIds]:
         """Documents of at most ``max_length``; raises ``UnusableRow`` where a way of cutting leaves none."""
@@ -245,11 +254,9 @@ class DocumentMaker:
         if isinstance(row, TextRow):
             return [last_of_text(document, self.max_length) for document in whole]
         if isinstance(row, ChatRow):
-            return _some(without_oldest(row.messages, lambda m: self._encode(m, row), self.max_length), LAST_TOO_LONG)
+            encode = lambda places: _usable(self.renderer.encode(self.renderer.of_row(row.only(places))))  # noqa: E731
+            return _some(without_oldest(row.messages, encode, self.max_length), LAST_TOO_LONG)
         raise UnusableRow(NO_LEFT_CUT)
-
-    def _encode(self, messages: list[Message], row: ChatRow) -> list[MaskedIds]:
-        return _usable(self.renderer.encode(self.renderer.rendered(messages, row.tools)))
 
     # -- counting -----------------------------------------------------------------------------------------------------
 

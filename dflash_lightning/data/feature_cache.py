@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from tqdm import tqdm
 
 from dflash_lightning.data.store import DocumentStore
+from dflash_lightning.progress import Progress
 from dflash_lightning.target import FrozenTarget
 from dflash_lightning.types import FeatureSpec, TargetFeatures, TrainBatch
 
@@ -76,7 +76,7 @@ class RamFeatures(FeatureCache):
         super().__init__(store, spec, hidden_size=width, dtype=dtype)
         total = int(store.offsets[-1])
         self.hidden, self.last_hidden = empty_features(total, spec, width, dtype)
-        with tqdm(total=total, desc="cache features", unit=" tokens", disable=not progress) as bar:
+        with Progress("target features", total, unit="tokens", shown=progress) as bar:
             rows = fixed_rows(store, row_tokens)
             compute_features(store, target, spec, rows, self.hidden, self.last_hidden, advance=bar.update)
 

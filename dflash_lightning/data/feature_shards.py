@@ -8,7 +8,7 @@ import shutil
 import warnings
 import zlib
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ import torch
 import transformers
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
-from tqdm import tqdm
 
 from dflash_lightning.data.feature_cache import (
     FeatureCache,
@@ -31,6 +30,7 @@ from dflash_lightning.data.feature_cache import (
 )
 from dflash_lightning.data.store import DocumentStore
 from dflash_lightning.files import cache_folder, write_atomic
+from dflash_lightning.progress import Progress
 from dflash_lightning.target import FrozenTarget
 from dflash_lightning.types import FeatureSpec, TargetFeatures
 
@@ -136,26 +136,28 @@ class FeatureShards:
             write_atomic(
                 self.folder / _KEY_FILE, json.dumps({"target_name": self.target.facts.name, **self.key}, indent=2)
             )
-        total = sum(shard.tokens for shard in mine)
-        with tqdm(total=total, desc="cache features", unit=" tokens", disable=not progress) as bar:
-            for shard in mine:
-                fault = self._fault(shard)
-                if fault is not None:
-                    if shard.path.exists():
-                        warnings.warn(f"{shard.path}: {fault}; it is computed again", stacklevel=2)
-                    self._make(shard)
-                self._trusted.add(shard.path)
-                bar.update(shard.tokens)
+        missing = [shard for shard in mine if not self._can_be_used(shard)]
+        total = sum(shard.tokens for shard in missing)
+        with Progress("target features", total, unit="tokens", shown=progress) as bar:
+            for shard in missing:
+                self._make(shard, bar.update)
+        self._trusted |= {shard.path for shard in mine}
+
+    def _can_be_used(self, shard: Shard) -> bool:
+        fault = self._fault(shard)
+        if fault is not None and shard.path.exists():
+            warnings.warn(f"{shard.path}: {fault}; it is computed again", stacklevel=3)
+        return fault is None
 
     def build_missing(self, *, rank: int, world: int) -> None:
         """Make every ``world``-th of the shards that are still not there: those of ranks that write to another disk."""
         self._trusted |= {shard.path for shard in self.shards if shard.path.exists()}
         self.build(rank=rank, world=world)
 
-    def _make(self, shard: Shard) -> None:
+    def _make(self, shard: Shard, advance: Callable[[int], Any]) -> None:
         width = self.target.facts.hidden_size
         hidden, last = empty_features(shard.tokens, self.spec, width, self.dtype)
-        compute_features(self.store, self.target, self.spec, shard.rows, hidden, last, advance=lambda tokens: None)
+        compute_features(self.store, self.target, self.spec, shard.rows, hidden, last, advance=advance)
         tensors = {"hidden": hidden} if last is None else {"hidden": hidden, "last_hidden": last}
         content = save(tensors, metadata={**shard.about(self.digest), "checksum": _checksum(tensors)})
         try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -14,10 +13,10 @@ from transformers import PreTrainedTokenizerBase
 
 from dflash_lightning.block import BlockConstructor
 from dflash_lightning.data.conversation import ChatRenderer, UnusableRow
-from dflash_lightning.data.datamodule import DraftData
+from dflash_lightning.data.messages import Message
 from dflash_lightning.data.overlap import OverlapCounter
 from dflash_lightning.data.process import Processing, TrainingRows
-from dflash_lightning.data.rows import Message
+from dflash_lightning.data.prompts import Prompt
 from dflash_lightning.data.sources import make_sources
 from dflash_lightning.data.store import MaskedIds
 from dflash_lightning.types import Alignment
@@ -26,8 +25,11 @@ NGRAM = 13  # words; see ``data.overlap``
 
 
 def training_rows(settings: Mapping[str, Any]) -> TrainingRows:
-    """The rows of ``DraftData(target, **settings)``, without its side file and cache."""
-    values = {name: parameter.default for name, parameter in signature(DraftData).parameters.items()} | dict(settings)
+    """The rows of ``DraftData(target, **settings)``, without its side file and cache.
+
+    ``settings`` name every argument, defaults included: Lightning, which ``DraftData`` is of, is not needed here.
+    """
+    values = dict(settings)
     values["chat_template_kwargs"] = dict(values["chat_template_kwargs"] or {})
     processing = Processing(**{field.name: values[field.name] for field in fields(Processing)})
     sources = make_sources(values["train"], limit=values["limit"])
@@ -88,18 +90,19 @@ class PromptOverlap:
     message.
     """
 
-    def __init__(self, name: str, prompts: Sequence[Sequence[Message]], renderer: ChatRenderer) -> None:
+    def __init__(self, name: str, prompts: Sequence[Prompt | Sequence[Message]], renderer: ChatRenderer) -> None:
         """Raises ``ValueError`` where the chat template refuses a prompt."""
         self.name = name
         self._tokenizer = renderer.tokenizer
         self._opening: dict[int, set[bytes]] = {}
         self._rendered: list[bytes] = []
-        for messages in prompts:
-            ids = np.asarray(_encode(renderer, messages, name), dtype=np.int32)
+        asked = [Prompt.of(prompt) for prompt in prompts]
+        for prompt in asked:
+            ids = np.asarray(_encode(renderer, prompt, name), dtype=np.int32)
             self._opening.setdefault(len(ids), set()).add(ids.tobytes())
             self._rendered.append(ids.tobytes())
         self._found: set[bytes] = set()
-        words = [message["content"].split() for prompt in prompts for message in prompt if message["role"] == "user"]
+        words = [m["content"].split() for prompt in asked for m in prompt.messages if m["role"] == "user"]
         self._counter = OverlapCounter(words, n=NGRAM)
 
     def see(self, document: MaskedIds) -> None:
@@ -130,8 +133,9 @@ class PromptOverlap:
         return lines
 
 
-def _encode(renderer: ChatRenderer, messages: Sequence[Message], name: str) -> list[int]:
+def _encode(renderer: ChatRenderer, prompt: Prompt, name: str) -> list[int]:
     try:
-        return renderer.encode_prompt(messages)
+        return prompt.encode(renderer)
     except UnusableRow as error:
-        raise ValueError(f"{name}: prompt {str(messages)[:80]!r}: {error}. Change it, or leave it out.") from None
+        where = prompt.where or f"{name}: {prompt.name}"
+        raise ValueError(f"{where}: {error}. Change it, or leave it out.") from None

@@ -83,6 +83,7 @@ class Processing:
                 stop_ids=text.stop_ids,
                 chat_template_kwargs=self.chat_template_kwargs,
                 supervise=self.supervise,
+                vocab_size=text.vocab_size,
             ),
             max_length=self.max_length,
             vocab_size=text.vocab_size,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from dflash_lightning.data.messages import Message
 from dflash_lightning.data.records import BadRecord, Record, format_of, read_records
-from dflash_lightning.data.rows import ChatRow, Message, PromptRow, parse_record
+from dflash_lightning.data.rows import ChatRow, PromptRow, parse_prompt
 from dflash_lightning.files import find_file
 
 
@@ -17,13 +18,14 @@ class Script:
     """Messages of one prompt row that are not answers, in order; every user message is to be answered.
 
     ``row`` counts the records of the file from 0 and keys the randomness of the answers; ``line`` is where the record
-    begins, counted from 1.
+    begins, counted from 1. ``chat_template_kwargs`` are the row's own, over those of the call.
     """
 
     row: int
     line: int
     messages: tuple[Message, ...]
     tools: list[Any] | None = None
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -62,9 +64,9 @@ def read_scripts(path: Path | str, limit: int | None = None) -> tuple[list[Scrip
 
 def _script(row: int, record: Record) -> Script:
     where = f"line {record.line}"
-    parsed = parse_record(record.value, where)
+    parsed = parse_prompt(record.value, where)
     if isinstance(parsed, PromptRow):
-        return Script(row, record.line, tuple({"role": "user", "content": turn} for turn in parsed.turns))
+        return Script(row, record.line, tuple(parsed.messages), parsed.tools, parsed.chat_template_kwargs)
     if not isinstance(parsed, ChatRow):
         raise ValueError(f"{where}: tokenised rows and plain text are no prompts")
     if any(message["role"] == "tool" or message.get("tool_calls") for message in parsed.messages):
@@ -74,4 +76,4 @@ def _script(row: int, record: Record) -> Script:
         raise ValueError(f"{where}: no user message, so there is nothing to answer")
     if messages[-1]["role"] != "user":
         raise ValueError(f"{where}: the last message that is not an answer must be the user's")
-    return Script(row, record.line, messages, parsed.tools)
+    return Script(row, record.line, messages, parsed.tools, parsed.chat_template_kwargs)

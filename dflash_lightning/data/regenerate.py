@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -18,7 +17,6 @@ from typing import Any
 
 import torch
 import transformers
-from tqdm import tqdm
 
 import dflash_lightning
 from dflash_lightning.data.answering import Answering
@@ -30,6 +28,7 @@ from dflash_lightning.data.row_log import Row, RowLog
 from dflash_lightning.decoding import SamplingSpec
 from dflash_lightning.files import file_digest, find_file, write_atomic
 from dflash_lightning.model import DraftModel
+from dflash_lightning.progress import Progress
 from dflash_lightning.target import FrozenTarget
 
 
@@ -118,7 +117,12 @@ def regenerate(
             raise ValueError(f"regenerate.{name}: {value} is not positive. Use 1 or more.")
     prompts, out = find_file(prompts_path, setting="prompts"), Path(out_path)
     sampling = SamplingSpec(temperature, top_k, top_p, seed)
-    renderer = ChatRenderer(target.tokenizer, stop_ids=target.stop_ids, chat_template_kwargs=chat_template_kwargs)
+    renderer = ChatRenderer(
+        target.tokenizer,
+        stop_ids=target.stop_ids,
+        chat_template_kwargs=chat_template_kwargs,
+        vocab_size=target.facts.vocab_size,
+    )
     scripts, failures = read_scripts(prompts, limit)
     header = _header(prompts, limit, target, renderer, sampling, max_new_tokens)
     with RowLog(out) as log:
@@ -127,7 +131,7 @@ def regenerate(
             return RegenerateReport(out, finished, resumed=finished.rows)
         write_atomic(meta_path(out), _dump({"complete": False, **header}))
         resumed = len(log)
-        with tqdm(total=len(scripts), initial=resumed, unit="row", desc="regenerate", disable=not progress) as bar:
+        with Progress("regenerate", len(scripts), unit="rows", shown=progress, initial=resumed) as bar:
             meter = _Meter(bar)
             answering = Answering(target, draft, renderer, sampling, batch_size, max_new_tokens, compile)
             answering.failures, answering.say, answering.on_tokens = failures, meter.say, meter.tokens
@@ -251,7 +255,7 @@ def _dump(content: dict[str, Any]) -> str:
 class _Meter:
     """The rate of tokens at the end of a bar of rows, kept fresh while a long batch is decoded; lines above the bar."""
 
-    def __init__(self, bar: tqdm[Any]) -> None:
+    def __init__(self, bar: Progress) -> None:
         self._bar = bar
         self._tokens = 0
         self._begin = self._next = time.perf_counter()
@@ -260,9 +264,9 @@ class _Meter:
         self._tokens += count
         now = time.perf_counter()
         if now >= self._next:
-            self._bar.set_postfix_str(f"{self._tokens / max(now - self._begin, 1e-9):.0f} tokens/s")
+            self._bar.note(f"{self._tokens / max(now - self._begin, 1e-9):.0f} tokens/s")
+            self._bar.update(0)
             self._next = now + 1.0
 
     def say(self, line: str) -> None:
-        if not self._bar.disable:
-            self._bar.write(f"regenerate: {line}", file=sys.stderr)
+        self._bar.say(f"regenerate: {line}")

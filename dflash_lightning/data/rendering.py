@@ -11,28 +11,24 @@ is part of its message and never decides where a span begins or ends.
 
 from __future__ import annotations
 
-import inspect
-import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
 
-from jinja2 import Environment, TemplateSyntaxError, meta, nodes
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from dflash_lightning.data.rows import Message
+from dflash_lightning.data.messages import REASONING, Message
+from dflash_lightning.data.template_settings import UnusableRow, check_template
+from dflash_lightning.data.tool_calls import PROBES, prints_objects, spellings
+from dflash_lightning.data.values import from_json_text
 from dflash_lightning.target.mask_token import special_ids
 
-# Names under which messages carry reasoning; transformers passes each to the template under the name that it reads.
-REASONING = ("reasoning_content", "thinking", "reasoning")
 _THINK_TAG = re.compile(r"</?think>")
-_GENERATION_TAG = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")  # transformers' own; says nothing here
 # What templates raise on messages they do not foresee: a field that is missing, null or of another kind.
 _TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
-_FUNCTIONS = {"raise_exception", "strftime_now"}  # given to templates by transformers
 _PROBE = "_probe_"
 T = TypeVar("T")
 
@@ -41,22 +37,21 @@ NO_PROMPT = "no assistant turn with a message before it"
 NOT_EXTENDED = "rendering with the assistant turn does not extend the generation prompt"
 NOT_SHOWN = "the chat template leaves out part of an assistant turn (content, reasoning or tool calls)"
 NO_TOOLS = "the chat template does not show the row's tools"
-
-
-class UnusableRow(Exception):
-    """A conversation that this template cannot turn into honest training data; the text is the reason to count."""
+NOT_LEARNED = "the answers to learn are marked as not to be trained on"
 
 
 @dataclass(frozen=True)
 class Turn:
     """One assistant turn, rendered: ``full`` starts with ``prompt``, and the target generates ``full[start:end]``.
 
-    The end-of-turn at which the target stops is inside; what the template writes after it (a newline, say) is not.
+    The end-of-turn at which the target stops is inside; what the template writes after it (a newline, say) is not. Of
+    an answer that a limit cut off (``is_cut``) the text alone is inside: the target did not stop there.
     """
 
     prompt: str
     full: str
     end: int
+    is_cut: bool = False
 
     @property
     def start(self) -> int:
@@ -113,12 +108,27 @@ class ChatTemplate:
         """The text that a server would feed the target for this history."""
         if not messages:
             raise UnusableRow("there is no message to respond to")
-        return self._first_accepted(messages, lambda spelled: self.render([spelled], tools, generation_prompt=True))[0]
 
-    def turns(self, messages: Sequence[Message], tools: list[Any] | None, *, last_only: bool) -> list[Turn]:
+        def prompt(spelled: Sequence[Message]) -> str:
+            (text,) = self.render([spelled], tools, generation_prompt=True)
+            _check_shown(tools, spelled, [text])
+            return text
+
+        return self._first_accepted(messages, prompt)
+
+    def turns(
+        self,
+        messages: Sequence[Message],
+        tools: list[Any] | None,
+        *,
+        last_only: bool,
+        unlearned: Collection[int] = (),
+        cut: Collection[int] = (),
+    ) -> list[Turn]:
         """The assistant turns (or the last one), each with the history it would have when served.
 
-        A conversation's very first message is no response to anything: it is history, and never supervised.
+        A conversation's very first message is no response to anything: it is history, and never supervised. So are the
+        messages at the places ``unlearned``; the end of those at ``cut`` is not the target's.
         """
         places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if not places:
@@ -126,33 +136,47 @@ class ChatTemplate:
         places = [i for i in places if i][-1 if last_only else 0 :]
         if not places:
             raise UnusableRow(NO_PROMPT)
-        return self._first_accepted(messages, lambda spelled: self._turns(spelled, tools, places))
+        places = [i for i in places if i not in unlearned]
+        if not places:
+            raise UnusableRow(NOT_LEARNED)
+        return self._first_accepted(messages, lambda spelled: self._turns(spelled, tools, places, cut))
 
     def _first_accepted(self, messages: Sequence[Message], use: Callable[[Sequence[Message]], T]) -> T:
         """What ``use`` makes of the messages, in the first spelling of their tool calls that the template can show."""
-        spellings: list[Sequence[Message]] = [messages]
-        if any(message.get("tool_calls") for message in messages):
-            spellings.insert(0, with_parsed_arguments(messages))
+        if not any(message.get("tool_calls") for message in messages):
+            return use(messages)
         reasons = []
-        for spelled in spellings:
+        for spelled in spellings(messages, as_text=self._prints_objects):
             try:
                 return use(spelled)
             except UnusableRow as reason:
                 reasons.append(reason)
         raise reasons[0]
 
-    def _turns(self, messages: Sequence[Message], tools: list[Any] | None, places: list[int]) -> list[Turn]:
+    def _turns(
+        self, messages: Sequence[Message], tools: list[Any] | None, places: list[int], cut: Collection[int]
+    ) -> list[Turn]:
         prompts = self.render([messages[:i] for i in places], tools, generation_prompt=True)
         fulls = self.render([messages[: i + 1] for i in places], tools, generation_prompt=False)
-        if tools and not all(name in prompt for name in _names(tools) for prompt in prompts):
-            raise UnusableRow(NO_TOOLS)
-        return [self._turn(p, full, messages[i]) for p, full, i in zip(prompts, fulls, places, strict=True)]
+        _check_shown(tools, messages[: places[0]], prompts)
+        return [self._turn(p, full, messages[i], i in cut) for p, full, i in zip(prompts, fulls, places, strict=True)]
 
-    def _turn(self, prompt: str, full: str, message: Message) -> Turn:
+    def _turn(self, prompt: str, full: str, message: Message, is_cut: bool) -> Turn:
         if not full.startswith(prompt):
             raise UnusableRow(NOT_EXTENDED)
         shown = end_of_shown(message, full, len(prompt))
-        return Turn(prompt, full, self._end(full, len(prompt), shown))
+        return Turn(prompt, full, shown if is_cut else self._end(full, len(prompt), shown), is_cut)
+
+    @cached_property
+    def _prints_objects(self) -> bool:
+        return any(prints_objects(text) for probe in PROBES if (text := self._try(probe)) is not None)
+
+    def _try(self, messages: Sequence[Message]) -> str | None:
+        """The template's text of a conversation; null where it refuses it."""
+        try:
+            return self.render([messages], None, generation_prompt=False)[0]
+        except UnusableRow:
+            return None
 
     # -- where a turn ends --------------------------------------------------------------------------------------------
 
@@ -186,9 +210,8 @@ class ChatTemplate:
         such a token has an empty part.
         """
         probe = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _PROBE}]
-        try:
-            (text,) = self.render([probe], None, generation_prompt=False)
-        except UnusableRow:
+        text = self._try(probe)
+        if text is None:
             return None
         _, found, closing = text.rpartition(_PROBE)
         stop = self._stop.search(closing) or self._special.search(closing)
@@ -234,105 +257,12 @@ def _names(tools: Sequence[Any]) -> list[str]:
     return [str(function["name"]) for function in functions if isinstance(function, dict) and "name" in function]
 
 
-def with_parsed_arguments(messages: Sequence[Message]) -> list[Message]:
-    """The messages with every tool call's arguments as an object where they are JSON text, as servers hand them over.
-
-    OpenAI's format has a text, most templates write ``arguments | tojson``, which would quote it once more.
-    """
-    return [
-        {**message, "tool_calls": [_parsed_call(call) for call in message["tool_calls"]]}
-        if message.get("tool_calls")
-        else message
-        for message in messages
-    ]
-
-
-def _parsed_call(call: Any) -> Any:
-    if not isinstance(call, dict):
-        return call
-    if isinstance(call.get("function"), dict):
-        return {**call, "function": _parsed_call(call["function"])}
-    arguments = call.get("arguments")
-    if not isinstance(arguments, str):
-        return call
-    try:
-        value = json.loads(arguments)
-    except json.JSONDecodeError:
-        return call
-    return {**call, "arguments": value} if isinstance(value, dict) else call
-
-
-# -- settings ---------------------------------------------------------------------------------------------------------
-
-
-def check_template(
-    tokenizer: PreTrainedTokenizerBase | None, kwargs: Mapping[str, Any] | None = None
-) -> PreTrainedTokenizerBase:
-    """The tokenizer, once it is known to have a chat template that reads every key of ``kwargs``."""
-    if tokenizer is None:
-        raise ValueError(
-            "data: chat rows need a tokenizer, and this target has none. Use a target with a tokenizer, or rows with "
-            "'input_ids' and 'loss_mask'."
-        )
-    name = tokenizer.name_or_path or type(tokenizer).__name__
-    if tokenizer.chat_template is None:
-        raise ValueError(
-            f"data: the tokenizer {name!r} has no chat template, so it is not known how a conversation is served. "
-            "Use the instruct model's tokenizer, set tokenizer.chat_template, or give rows with 'input_ids' and "
-            "'loss_mask'."
-        )
-    if not kwargs:
-        return tokenizer
-    if taken := [key for key in kwargs if key in _ARGUMENTS]:
-        raise ValueError(
-            f"data.chat_template_kwargs: {taken} is set row by row, not for all of them. Remove it; tools belong to a "
-            "row's 'tools'."
-        )
-    read = template_variables(tokenizer)
-    if unread := [key for key in kwargs if key not in read]:
-        others = sorted(read - {"messages", "tools", "add_generation_prompt", *tokenizer.special_tokens_map})
-        raise ValueError(
-            f"data.chat_template_kwargs: {unread} is never read by the chat template of {name!r}. "
-            f"Correct the spelling or remove it; what it reads: {others or 'no setting at all'}."
-        )
-    return tokenizer
-
-
-_ARGUMENTS = {"messages"} | inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys()
-
-
-def template_variables(tokenizer: PreTrainedTokenizerBase) -> set[str]:
-    """Names that the chat template (or any of several) takes from outside.
-
-    Raises:
-        ValueError: it is no valid template.
-    """
-    template: Any = tokenizer.chat_template
-    found: set[str] = set()
-    for text in template.values() if isinstance(template, dict) else [template]:
-        try:
-            tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_GENERATION_TAG.sub("", text))
-        except TemplateSyntaxError as error:
-            raise ValueError(
-                f"data: the chat template of {tokenizer.name_or_path!r} is not valid ({error.message}, line "
-                f"{error.lineno}). Correct tokenizer.chat_template."
-            ) from None
-        found |= meta.find_undeclared_variables(tree) - _own_names(tree) - _FUNCTIONS
-    return found
-
-
-def _own_names(tree: nodes.Template) -> set[str]:
-    """Names that the template gives values itself, whatever they held: set in one branch, they look taken in another.
-
-    A name that is set from itself (``x | default(1)``) or where ``x is defined`` was asked is a setting with a default.
-    """
-    own: set[str] = set()
-    for assignment in tree.find_all(nodes.Assign):
-        target, value = ({n.name for n in _with_children(part)} for part in (assignment.target, assignment.node))
-        own |= target - value
-    asked = [test.node for test in tree.find_all(nodes.Test) if test.name in ("defined", "undefined")]
-    return own - {node.name for node in asked if isinstance(node, nodes.Name)}
-
-
-def _with_children(node: nodes.Node) -> list[nodes.Name]:
-    return [*([node] if isinstance(node, nodes.Name) else []), *node.find_all(nodes.Name)]
+def _check_shown(tools: list[Any] | None, messages: Sequence[Message], prompts: Sequence[str]) -> None:
+    """Refuse tools, of the row or of a message, that some prompt does not name: the target would not know of them."""
+    names = _names(tools or [])
+    for message in messages:
+        for key in ("tools", "functions"):
+            own = from_json_text(message.get(key))
+            names += _names(own) if isinstance(own, list) else []
+    if not all(name in prompt for name in names for prompt in prompts):
+        raise UnusableRow(NO_TOOLS)

@@ -2,32 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
+from dflash_lightning.data.beside import OTHER_READINGS, check_copies, read_beside
+from dflash_lightning.data.messages import Conversation, Message, read_messages
 from dflash_lightning.data.records import BadRecord, format_of, read_records
+from dflash_lightning.data.values import checked_text, short
 from dflash_lightning.files import find_file
 
-# Spellings of ShareGPT's ``from`` and of ``role`` that occur in the wild, and the role that chat templates know.
-ROLES = {
-    "system": "system",
-    "developer": "developer",
-    "user": "user",
-    "human": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-    "model": "assistant",
-    "tool": "tool",
-    "function": "tool",
-    "observation": "tool",
-}
-Message = dict[str, Any]
 Kind = Literal[
     "tokens", "messages", "conversations", "alpaca", "response", "completion", "turns", "text", "code", "prompt"
 ]
@@ -52,11 +38,26 @@ _CODE_TURN = (
 
 @dataclass(frozen=True)
 class ChatRow:
-    """A conversation; ``tools`` are function schemas for the chat template, or null."""
+    """A conversation; ``tools`` are function schemas for the chat template, or null.
+
+    ``chat_template_kwargs`` are settings of the template for this row, over those of the run. ``unlearned`` are the
+    places of answers that are marked as not to be trained on, ``cut`` of those whose end a limit cut off.
+    """
 
     where: str
     messages: list[Message]
     tools: list[Any] | None = None
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    unlearned: frozenset[int] = frozenset()
+    cut: frozenset[int] = frozenset()
+
+    def only(self, places: Sequence[int]) -> ChatRow:
+        """The same row with some of its messages."""
+        unlearned, cut = (
+            frozenset(new for new, old in enumerate(places) if old in marked) for marked in (self.unlearned, self.cut)
+        )
+        messages = [self.messages[place] for place in places]
+        return ChatRow(self.where, messages, self.tools, self.chat_template_kwargs, unlearned, cut)
 
 
 @dataclass(frozen=True)
@@ -82,10 +83,19 @@ class TextRow:
 
 @dataclass(frozen=True)
 class PromptRow:
-    """User turns without responses."""
+    """User turns without responses, with the system text, tools and template settings of the row."""
 
     where: str
     turns: list[str]
+    system: str | None = None
+    tools: list[Any] | None = None
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def messages(self) -> list[Message]:
+        """The turns as messages, after the system text."""
+        opening = [] if self.system is None else [{"role": "system", "content": self.system}]
+        return [*opening, *({"role": "user", "content": turn} for turn in self.turns)]
 
 
 Row = ChatRow | TokenRow | TextRow | PromptRow
@@ -107,7 +117,7 @@ def read_rows(path: str | Path, *, limit: int | None = None, setting: str = "dat
         yield parse_record(record.value, record.where)
 
 
-def parse_record(record: Any, where: str, kind: Kind | None = None) -> Row:
+def parse_record(record: Any, where: str, kind: Kind | None = None, ignore: Collection[str] = ()) -> Row:
     """The row that one record describes; ``where`` opens every error message.
 
     ============================================= ================================================================
@@ -120,16 +130,20 @@ def parse_record(record: Any, where: str, kind: Kind | None = None) -> Row:
     ``text``                                      plain text
     ============================================= ================================================================
 
+    Beside all but tokens and text, ``system``, ``tools``, ``reasoning``, ``chat_template_kwargs`` and a finish reason
+    are used in any of their spellings; what else would change the text the model sees (``history``, ``context``,
+    ``images``, ...) is refused by name (see ``data.beside``). Messages may be marked (see ``data.marks``).
+
     A key whose value is null counts as absent (tables have every column in every row). ``kind`` says how to read a
-    record that could be several of these.
+    record that could be several of these, ``ignore`` which keys are not read at all.
 
     Raises:
-        ValueError: it is none of them, or more than one.
+        ValueError: it is none of them, or more than one; or a part of it would be lost.
     """
     if not isinstance(record, dict):
         raise ValueError(f"{where}: a record is a JSON object, but this is {type(record).__name__}.")
-    given = {key: value for key, value in record.items() if value is not None}
-    kind = _kind_of(given, where) if kind is None else kind
+    given = {key: value for key, value in record.items() if value is not None and key not in ignore}
+    is_said, kind = kind is not None, _kind_of(given, where) if kind is None else kind
     missing = [key for key in KINDS[kind] if key not in given]
     if missing:
         keys = " and ".join(repr(key) for key in KINDS[kind])
@@ -137,27 +151,38 @@ def parse_record(record: Any, where: str, kind: Kind | None = None) -> Row:
         raise ValueError(f"{where}: {missing[0]!r} is missing. Rows of kind {kind!r} need {need}.")
     if kind == "tokens":
         return _token_row(given, where)
-    if kind == "turns":
-        return PromptRow(where, _turns(given["turns"], where))
-    if kind == "prompt":
-        return PromptRow(where, [_checked_text(given["prompt"], where, "prompt")])
-    if kind == "code":
-        code = _checked_text(given["prompt"], where, "prompt").strip("\n")
-        return PromptRow(where, [_CODE_TURN.format(code=code)])
     if kind == "text":
-        return TextRow(where, _checked_text(given["text"], where, "text"))
-    tools = given.get("tools")
-    if tools is not None and not isinstance(tools, list):
-        raise ValueError(f"{where}: 'tools' must be a list of function schemas, not {_short(tools)}.")
-    if kind in ("messages", "conversations"):
-        return ChatRow(where, _messages(given[kind], where, kind), tools)
-    return ChatRow(where, _exchange(given, kind, where), tools)
+        return TextRow(where, checked_text(given["text"], where, "text"))
+    own = {*KINDS[kind], "input"} if kind == "alpaca" else {*KINDS[kind]}
+    beside = read_beside(given, where, own)
+    if kind in ("turns", "prompt", "code"):
+        row: ChatRow | PromptRow = PromptRow(
+            where, _turns(given, kind, where), beside.system, beside.tools, beside.chat_template_kwargs
+        )
+    else:
+        made = beside.apply(_conversation(given, kind, where))
+        row = ChatRow(where, made.messages, beside.tools, beside.chat_template_kwargs, made.unlearned, made.cut)
+    # Where the kind is said, keys of the other reading of the record say nothing.
+    check_copies(given, where, {*own, *(OTHER_READINGS if is_said else ())}, row.messages)
+    return row
+
+
+def parse_prompt(record: Any, where: str) -> Row:
+    """A record read as a prompt: of a tokenised one its messages, which ``regenerate`` and others write beside the ids.
+
+    Raises:
+        ValueError: as ``parse_record``.
+    """
+    if isinstance(record, dict) and record.get("input_ids") is not None and record.get("messages") is not None:
+        record = {key: value for key, value in record.items() if key not in ("input_ids", "loss_mask")}
+        return parse_record(record, where, "messages")
+    return parse_record(record, where)
 
 
 def _kind_of(given: Mapping[str, Any], where: str) -> Kind:
-    if "input_ids" in given or "loss_mask" in given:
-        return "tokens"
     found: list[Kind] = [kind for kind, keys in KINDS.items() if kind != "prompt" and all(key in given for key in keys)]
+    if "input_ids" in given or ("loss_mask" in given and not found):
+        return "tokens"
     if len(found) > 1:
         raise ValueError(
             f"{where}: could be read as {' or as '.join(repr(kind) for kind in found)}. Remove the other keys, or say "
@@ -178,100 +203,40 @@ def _token_row(given: Mapping[str, Any], where: str) -> TokenRow:
     ids, mask = given["input_ids"], given["loss_mask"]
     for key, values in (("input_ids", ids), ("loss_mask", mask)):
         if not (isinstance(values, list) and all(isinstance(value, int) for value in values)):
-            raise ValueError(f"{where}: {key!r} must be a list of whole numbers, not {_short(values)}.")
+            raise ValueError(f"{where}: {key!r} must be a list of whole numbers, not {short(values)}.")
     if len(ids) != len(mask):
         raise ValueError(f"{where}: {len(ids)} input_ids but {len(mask)} loss_mask entries. They must be as many.")
     if not set(mask) <= {0, 1}:
         raise ValueError(f"{where}: loss_mask holds {sorted(set(mask) - {0, 1})[:3]}. Use 1 (supervised) and 0.")
+    attended = given.get("attention_mask")
+    if isinstance(attended, list) and 0 in attended:
+        raise ValueError(f"{where}: attention_mask leaves out tokens, but every token is read. Remove the padding.")
+    for key in ("assistant_masks", "assistant_mask"):
+        if key in given and given[key] != mask:
+            raise ValueError(f"{where}: {key!r} and 'loss_mask' differ. Remove one of them.")
     return TokenRow(where, ids, [int(value) for value in mask])
 
 
-def _turns(turns: Any, where: str) -> list[str]:
-    if not (isinstance(turns, list) and turns and all(isinstance(turn, str) for turn in turns)):
-        raise ValueError(f"{where}: 'turns' must be a list of texts with at least one entry, not {_short(turns)}.")
-    return [_checked_text(turn, where, "turns") for turn in turns]
+def _turns(given: Mapping[str, Any], kind: Kind, where: str) -> list[str]:
+    if kind == "turns":
+        turns = given["turns"]
+        if not (isinstance(turns, list) and turns and all(isinstance(turn, str) for turn in turns)):
+            raise ValueError(f"{where}: 'turns' must be a list of texts with at least one entry, not {short(turns)}.")
+        return [checked_text(turn, where, "turns") for turn in turns]
+    asked = checked_text(given["prompt"], where, "prompt")
+    return [_CODE_TURN.format(code=asked.strip("\n"))] if kind == "code" else [asked]
 
 
-def _exchange(given: Mapping[str, Any], kind: Kind, where: str) -> list[Message]:
-    """One user and one assistant message, after a system message where the record has one."""
+def _conversation(given: Mapping[str, Any], kind: Kind, where: str) -> Conversation:
+    """The messages of the record, or one user and one assistant message of a pair."""
+    if kind in ("messages", "conversations"):
+        return read_messages(given[kind], where, kind)
     question, answer = KINDS[kind]
-    if given.get("history"):
-        raise ValueError(f"{where}: 'history' is not read. Write the whole conversation as 'messages'.")
-    asked = _checked_text(given[question], where, question)
+    asked = checked_text(given[question], where, question)
     if kind == "alpaca" and given.get("input"):
-        asked = f"{asked}\n\n{_checked_text(given['input'], where, 'input')}"
-    messages = [
+        asked = f"{asked}\n\n{checked_text(given['input'], where, 'input')}"
+    messages: list[Message] = [
         {"role": "user", "content": asked},
-        {"role": "assistant", "content": _checked_text(given[answer], where, answer)},
+        {"role": "assistant", "content": checked_text(given[answer], where, answer)},
     ]
-    if given.get("system"):
-        messages.insert(0, {"role": "system", "content": _checked_text(given["system"], where, "system")})
-    return messages
-
-
-def _messages(value: Any, where: str, key: str) -> list[Message]:
-    if not isinstance(value, list):
-        raise ValueError(f"{where}: {key!r} must be a list of messages, not {_short(value)}.")
-    return [_message(item, where, number) for number, item in enumerate(value, start=1)]
-
-
-def _message(item: Any, where: str, number: int) -> Message:
-    if not isinstance(item, dict) or not ("role" in item or "from" in item):
-        raise ValueError(
-            f"{where}: message {number} needs 'role' and 'content' (or 'from' and 'value'): {_short(item)}."
-        )
-    given = {key: value for key, value in item.items() if value is not None}
-    at = f"{where}: message {number}"
-    said = _one_of(given, "role", "from", at)
-    if not isinstance(said, str) or said not in ROLES:
-        raise ValueError(f"{at} has role {said!r}. Known roles: {sorted(ROLES)}.")
-    content = _one_of(given, "content", "value", f"{at} ({said})")
-    if content is None and not ("role" in given and "tool_calls" in given):
-        raise ValueError(f"{at} ({said}) has no 'content' (or 'value').")
-    if given.get("weight", 1) != 1:
-        raise ValueError(
-            f"{at} has weight {given['weight']!r}, which is not applied. Remove the message or the weight; to train on "
-            "the last answer only set data.supervise=last_turn."
-        )
-    rest = {k: v for k, v in given.items() if k not in ("role", "from", "content", "value", "weight")}
-    return {"role": ROLES[said], "content": _text(content, where, number), **(rest if "role" in given else {})}
-
-
-def _one_of(given: Mapping[str, Any], key: str, other: str, at: str) -> Any:
-    """The value under either spelling; both at once must agree."""
-    if key in given and other in given:
-        mine, theirs = given[key], given[other]
-        if mine != theirs and (key != "role" or ROLES.get(str(mine)) != ROLES.get(str(theirs))):
-            raise ValueError(f"{at} has {key!r} and {other!r}, which differ. Remove one.")
-    return given[key] if key in given else given.get(other)
-
-
-def _text(content: Any, where: str, number: int) -> str:
-    """Content as one text; a list of text parts (OpenAI's form) is joined."""
-    at = f"message {number}"
-    if content is None or isinstance(content, str):
-        return _checked_text(content or "", where, at)
-    parts: Sequence[Any] = content if isinstance(content, list) else [content]
-    if all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
-        return _checked_text("".join(part["text"] for part in parts), where, at)
-    raise ValueError(
-        f"{where}: message {number} has content that is not text: {_short(content)}. Only text is supported."
-    )
-
-
-def _checked_text(value: Any, where: str, key: str) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"{where}: {key!r} must be text, not {_short(value)}.")
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"{where}: {key!r} holds half a character (character {error.start + 1} is a lone surrogate). "
-            "Mend the text, or remove this row."
-        ) from None
-    return value
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    return Conversation(messages)

@@ -40,6 +40,7 @@ class Source:
         split: split of a data set, "train" unless given.
         subset: the configuration of a hub data set.
         revision: commit or tag of a hub data set; give one for a run that can be repeated.
+        ignore: columns that are not read, although they say something about the conversation (see ``data.beside``).
     """
 
     path: str
@@ -50,6 +51,7 @@ class Source:
     split: str | None = None
     subset: str | None = None
     revision: str | None = None
+    ignore: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -57,8 +59,8 @@ class Source:
         return self.path if self.weight == 1 else f"{self.path} (weight {self.weight:g})"
 
     def settings(self) -> dict[str, Any]:
-        """All fields, by name."""
-        return asdict(self)
+        """All fields, by name, as JSON has them."""
+        return {**asdict(self), "ignore": list(self.ignore)}
 
     @property
     def is_hub(self) -> bool:
@@ -124,7 +126,7 @@ class Source:
     def parse(self, record: Record) -> Row | BadRecord:
         """The row that a record holds, read as the kind that this source says, or what is wrong with it."""
         try:
-            return parse_record(record.value, record.where, self.kind)
+            return parse_record(record.value, record.where, self.kind, self.ignore)
         except ValueError as error:
             return BadRecord(record.file, record.line, str(error).removeprefix(f"{record.where}: "))
 
@@ -170,7 +172,8 @@ def _make_source(entry: Any, limit: int | None, where: str) -> Source:
             hint = f"Did you mean {near[0]!r}?" if near else f"Known keys: {known}."
             raise ValueError(f"{where}.{key}: unknown key of a source. {hint}")
     _check_values({field.name: entry.get(field.name, field.default) for field in fields(Source)}, where)
-    return Source(**{"limit": limit, **entry, "weight": float(entry.get("weight", 1))})
+    own = {"weight": float(entry.get("weight", 1)), "ignore": tuple(entry.get("ignore") or ())}
+    return Source(**{"limit": limit, **entry, **own})
 
 
 def _check_values(values: Mapping[str, Any], where: str) -> None:
@@ -185,6 +188,9 @@ def _check_values(values: Mapping[str, Any], where: str) -> None:
     for name, allowed in (("format", FORMATS), ("kind", tuple(KINDS))):
         if values[name] is not None and values[name] not in allowed:
             raise ValueError(f"{where}.{name}: {values[name]!r} is unknown. Use one of {list(allowed)}, or null.")
+    ignore = values["ignore"]
+    if isinstance(ignore, str) or not all(isinstance(column, str) for column in ignore or ()):
+        raise ValueError(f"{where}.ignore: {ignore!r} is no list of column names. Write it as [name, name].")
     is_hub = values["path"].startswith(HUB_PREFIX)
     for name in ("split", "subset", "revision"):
         if values[name] is not None and not isinstance(values[name], str):

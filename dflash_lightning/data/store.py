@@ -65,6 +65,7 @@ class DocumentStore:
     def lengths(self) -> NDArray[np.int64]:
         return np.diff(self.offsets)
 
-    def used_ids(self) -> set[int]:
-        """Ids that occur anywhere in the documents."""
-        return set(np.unique(self.ids).tolist())
+    def used_ids(self) -> dict[int, int]:
+        """Ids that occur anywhere in the documents, with how often."""
+        ids, counts = np.unique(self.ids, return_counts=True)
+        return dict(zip(ids.tolist(), counts.tolist(), strict=True))

@@ -25,8 +25,9 @@ class DataSummary:
     read because their source has a weight below 1. ``documents``, ``tokens``, ``supervised`` and ``anchors`` count what
     an epoch holds, so a row of a source with weight 2 counts twice. ``unusable`` counts documents of kept rows that
     have no place where a block can start (or none any more, once cut). ``lengths`` counts documents by the power of two
-    that they do not exceed. ``rendering`` says with which settings chat rows were rendered. ``labels`` and
-    ``unfitting`` are what the files' sidecars say (see ``data.provenance``).
+    that they do not exceed. ``rendering`` says with which settings chat rows were rendered. ``unlearned`` counts
+    answers that are marked as not to be trained on, ``cut_answers`` those whose end is not supervised because a limit
+    cut them off. ``labels`` and ``unfitting`` are what the files' sidecars say (see ``data.provenance``).
     """
 
     sources: list[str] = field(default_factory=list)
@@ -48,6 +49,8 @@ class DataSummary:
     lengths: Counter[int] = field(default_factory=Counter)
     rendering: str = ""
     empty_reasoning: int = 0
+    unlearned: int = 0
+    cut_answers: int = 0
     first_supervised: str = ""
     labels: Labels = "unknown"
     unfitting: list[str] = field(default_factory=list)
@@ -148,6 +151,10 @@ class DataSummary:
         rendering = f" ({self.rendering})" if self.chat_rows else ""
         if self.first_supervised or rendering:
             lines.append(f"  first supervised text{rendering}: {self.first_supervised!r}")
+        if self.unlearned:
+            lines.append(f"  {self.unlearned} answers are marked as not to be trained on: shown as history only")
+        if self.cut_answers:
+            lines.append(f"  {self.cut_answers} answers were cut off (finish reason): their ends are not supervised")
         if self.unusable:
             lines.append(f"  {self.unusable} further documents of kept rows have no place where a block can start")
         return lines + [f"  warning: {text}" for text in self.warnings()]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_lightning.data.compression import optional
+from dflash_lightning.data.table_values import python_rows
 
 _BATCH = 256  # rows made into Python objects at once
 
@@ -21,7 +22,7 @@ def read_parquet(file: Path) -> Iterator[dict[str, Any]]:
     try:
         with parquet.ParquetFile(file) as table:
             for batch in table.iter_batches(batch_size=_BATCH):
-                yield from batch.to_pylist()
+                yield from python_rows(batch)
     except (ValueError, OSError) as error:  # pyarrow's own errors are of these
         raise ValueError(f"{file}: cannot be read as Parquet ({error}). Is the file whole?") from None
 
@@ -74,4 +75,4 @@ def load_hub(name: str, *, subset: str | None, split: str | None, revision: str 
 def read_dataset(dataset: Any) -> Iterator[dict[str, Any]]:
     """Rows of a ``datasets.Dataset`` in order."""
     for table in dataset.with_format("arrow").iter(batch_size=_BATCH):
-        yield from table.to_pylist()
+        yield from python_rows(table)

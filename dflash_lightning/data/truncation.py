@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from dflash_lightning.data.rows import Message
+from dflash_lightning.data.messages import Message
 from dflash_lightning.data.store import MaskedIds
 
 Truncate = Literal["right", "left", "drop"]
@@ -30,9 +30,11 @@ def last_of_text(document: MaskedIds, max_length: int) -> MaskedIds:
 
 
 def without_oldest(
-    messages: Sequence[Message], encode: Callable[[list[Message]], list[MaskedIds]], max_length: int
+    messages: Sequence[Message], encode: Callable[[list[int]], list[MaskedIds]], max_length: int
 ) -> list[MaskedIds]:
     """Documents of the conversation without as many of its oldest exchanges as it takes to fit; none if it never does.
+
+    ``encode`` makes the documents of the messages at some places.
 
     That is what a chat client does when the window is full. What is left is rendered anew: it begins as every
     conversation does (BOS, and the system prompt, which stays), so the target reads nothing that it would not read when
@@ -42,7 +44,7 @@ def without_oldest(
     tried: dict[int, list[MaskedIds]] = {}
 
     def fits(start: int) -> bool:
-        tried[start] = encode([*messages[: starts[0]], *messages[start:]])
+        tried[start] = encode([*range(starts[0]), *range(start, len(messages))])
         return all(len(document) <= max_length for document in tried[start])
 
     place = bisect_left(starts, True, lo=min(1, len(starts)), key=fits)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -19,6 +20,7 @@ from dflash_lightning.decoding.verify import MatchVerifier, TokenVerifier, Verif
 from dflash_lightning.model import DraftModel
 from dflash_lightning.ops.plain_mode import plain_mode
 from dflash_lightning.target import FrozenTarget, TargetAdapter
+from dflash_lightning.target.room import check_room, positions_needed
 from dflash_lightning.types import FeatureSpec
 
 VerifierName = Literal["auto", "greedy", "match", "token"]
@@ -41,6 +43,8 @@ class SpeculativeDecoder:
     more above 0); ``auto`` is ``greedy`` at temperature 0 and ``token`` above. Buffers hold ``batch_size`` rows of
     ``max_length`` tokens, prompt included. The drafter is copied at the start of every ``decode``: training it further
     needs no call here, and decoding changes nothing about it (weights, gradients, modes), nor any random state.
+    ``compile`` ``"auto"`` compiles the draft step only when the tokens asked for in one ``decode`` pay it back.
+    ``shown`` false leaves out the line that announces compilation.
     """
 
     def __init__(
@@ -52,8 +56,9 @@ class SpeculativeDecoder:
         verifier: VerifierName = "auto",
         max_length: int,
         batch_size: int = 1,
-        compile: bool = True,
+        compile: bool | Literal["auto"] = True,
         packed: bool = True,
+        shown: bool = True,
     ) -> None:
         name = resolve_verifier(verifier, sampling)
         self.target = target
@@ -63,22 +68,40 @@ class SpeculativeDecoder:
         by_rejection = name == "token" and draft is not None
         with plain_mode(target.device):
             adapter = TargetAdapter(target, FeatureSpec() if draft is None else draft.required(), packed=packed)
-            self.proposer: Proposer = NoDrafts()
-            if draft is not None:
-                self.proposer = DraftProposer(
-                    target,
-                    draft,
-                    batch_size=batch_size,
-                    max_length=max_length,
-                    head=make_decoding_head(draft.head_of(target.lm), adapter.head, packed=packed),
-                    compile=compile,
-                    packed=packed,
-                )
+            self._adapter = adapter
+            self._draft, self._packed, self._shown = draft, packed, shown
+            self._compile, self._too_few = compile, 0  # tokens that were seen not to pay for compiling
+            self._head = (
+                None if draft is None else make_decoding_head(draft.head_of(target.lm), adapter.head, packed=packed)
+            )
+            self.proposer: Proposer = self._make_proposer()
         judge: Verifier = TokenVerifier(sampler) if by_rejection else MatchVerifier(sampler)
         builder: DraftBuilder = SampledChain(sampler, target.facts.vocab_size) if by_rejection else BestChain()
-        self._adapter = adapter
         self.parts = Parts(adapter, self.proposer, builder, judge)
         check_compatible(self.parts)
+
+    def _make_proposer(self) -> Proposer:
+        if self._draft is None or self._head is None:
+            return NoDrafts()
+        return DraftProposer(
+            self.target,
+            self._draft,
+            batch_size=self.batch_size,
+            max_length=self.max_length,
+            head=self._head,
+            compile=self._compile is True,
+            packed=self._packed,
+            shown=self._shown,
+        )
+
+    def reserve(self, max_length: int) -> None:
+        """Make room for longer texts, where there is not enough: the drafter's buffers are made anew."""
+        if max_length <= self.max_length:
+            return
+        self.max_length = max_length
+        with plain_mode(self.target.device):
+            self.proposer = self._make_proposer()
+        self.parts = dataclasses.replace(self.parts, proposer=self.proposer)
 
     @property
     def compile_count(self) -> int:
@@ -91,11 +114,17 @@ class SpeculativeDecoder:
             with plain_mode(self.target.device):
                 self.proposer.refresh()
 
-    def warm_up(self) -> None:
-        """Compile what will be compiled, if it is not yet; ``decode`` does so itself, outside of its measurements."""
+    def warm_up(self, new_tokens: int = 0) -> None:
+        """Compile what will be compiled, if it is not yet; ``decode`` does so itself, outside of its measurements.
+
+        ``new_tokens`` are about to be decoded, one after another: what ``compile="auto"`` goes by.
+        """
         if isinstance(self.proposer, DraftProposer):
             with plain_mode(self.target.device):
                 self.proposer.warm_up()
+                if self._compile == "auto" and not self.proposer.compiled and new_tokens > self._too_few:
+                    self.proposer.compile_if_it_pays(new_tokens)
+                    self._too_few = new_tokens
 
     @property
     def repeatable(self) -> bool:
@@ -122,7 +151,7 @@ class SpeculativeDecoder:
         requests = list(request_ids) if request_ids is not None else list(range(len(prompts)))
         self._check(prompts, requests, max_new_tokens)
         self.refresh()
-        self.warm_up()
+        self.warm_up(max_new_tokens * -(-len(prompts) // self.batch_size))
         stats = DecodeStats(self.proposer.num_drafts)
         generations: list[Generation] = []
         with plain_mode(self.target.device):
@@ -148,24 +177,24 @@ class SpeculativeDecoder:
                 f"request_ids: {len(requests)} ids ({len(set(requests))} different) for {len(prompts)} prompts. "
                 "Give one id per prompt, no two equal: they key the randomness."
             )
-        positions = self.target.facts.max_positions
         for i, prompt in enumerate(prompts):
             if not prompt:
                 raise ValueError(f"prompts[{i}] is empty. Give at least one token, for example the bos token.")
-            needed = len(prompt) + max_new_tokens
+            needed = positions_needed(len(prompt), max_new_tokens)  # drafts past the end have rows of their own
             if needed > self.max_length:
                 raise ValueError(
                     f"prompts[{i}]: {len(prompt)} tokens and max_new_tokens={max_new_tokens} need {needed} rows, but "
                     f"the decoder was made for max_length={self.max_length}. "
                     "Shorten the prompt, lower max_new_tokens or raise max_length."
                 )
-            last = needed + max(self.proposer.num_drafts - 1, 0)
-            if last > positions:
-                raise ValueError(
-                    f"prompts[{i}]: {len(prompt)} tokens, max_new_tokens={max_new_tokens} and the drafts behind "
-                    f"the last token reach position {last - 1}, but {self.target.facts.name} has {positions}. "
-                    f"Shorten the prompt or lower max_new_tokens by {last - positions}."
-                )
+        check_room(
+            [len(prompt) for prompt in prompts],
+            self.target.facts.max_positions,
+            self.target.facts.name,
+            max_new_tokens=max_new_tokens,
+            num_drafts=self.proposer.num_drafts,
+            call=lambda place: f"prompts[{place}]",
+        )
 
 
 def resolve_verifier(name: str, sampling: SamplingSpec) -> str:

@@ -5,33 +5,19 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import torch
-
 from dflash_lightning.decoding.decoder import DecodeResult, SpeculativeDecoder
+from dflash_lightning.decoding.degenerate import degenerate, repetition_warning
+from dflash_lightning.decoding.difference import Difference, first_difference
+from dflash_lightning.decoding.loop import OnRound
 from dflash_lightning.decoding.settings import DecodingSettings
 from dflash_lightning.decoding.stats import DecodeStats
+from dflash_lightning.decoding.types import Generation
+from dflash_lightning.decoding.watch import watching
 from dflash_lightning.model import DraftModel
 from dflash_lightning.target import FrozenTarget
-from dflash_lightning.types import FeatureSpec
+from dflash_lightning.target.room import check_room
 
 _SHOWN_DIFFERENCES = 4
-
-
-@dataclass(frozen=True)
-class Difference:
-    """Where a drafted output first leaves the plain one, and how near a tie the target's choice was there.
-
-    ``token`` counts from 0 in the output. ``logit_gap`` is the target's largest logit minus its second largest after
-    the text that both outputs share: rounding may decide where it is tiny. Null where the choice was a draw.
-    """
-
-    prompt: int
-    token: int
-    logit_gap: float | None
-
-    def __str__(self) -> str:
-        gap = "drawn" if self.logit_gap is None else f"logit gap {self.logit_gap:.2g}"
-        return f"prompt {self.prompt} at token {self.token} ({gap})"
 
 
 @dataclass
@@ -41,8 +27,9 @@ class Evaluation:
     ``stats`` covers every prompt; ``checked`` the same drafter on the checked prompts only, ``plain`` those prompts
     decoded through the same loop without drafts. ``identical`` of ``num_checked`` outputs equal the plain ones token
     for token; where sampling goes by rejection, outputs need not be equal and ``num_checked`` is 0. In float32 they
-    must be identical; lower precisions round one token and a block of tokens differently, so that near ties may fall
-    either way. ``differences`` and ``outputs`` (of all prompts, in their order) are this rank's.
+    must be identical. Lower precisions round one token and a block of tokens differently: ``rounded`` counts outputs
+    that leave the plain one at a near tie, which may fall either way. ``differences`` and ``generations`` (of all
+    prompts, in their order) are this rank's.
     """
 
     stats: DecodeStats
@@ -50,9 +37,16 @@ class Evaluation:
     plain: DecodeStats
     identical: int
     num_checked: int
+    rounded: int = 0
     dtype: str = "float32"
+    batch_size: int = 1
     differences: list[Difference] = field(default_factory=list)
-    outputs: list[list[int]] = field(default_factory=list)
+    generations: list[Generation] = field(default_factory=list)
+
+    @property
+    def outputs(self) -> list[list[int]]:
+        """Token ids of every answer, in the order of the prompts."""
+        return [generation.output_ids for generation in self.generations]
 
     @property
     def lossless(self) -> bool | None:
@@ -61,13 +55,27 @@ class Evaluation:
 
     @property
     def broken(self) -> bool:
-        """Whether outputs differ that must not: identity is promised in float32 only."""
-        return self.lossless is False and self.dtype == "float32"
+        """Whether outputs differ that must not: any in float32, and elsewhere those that rounding cannot explain."""
+        return self.identical + self.rounded < self.num_checked
 
     @property
-    def speedup(self) -> float:
-        """Wall seconds per token of plain decoding over those of drafted decoding, on the checked prompts."""
-        return self.plain.s_per_token() / self.checked.s_per_token() if self.checked.generated else float("nan")
+    def verdict(self) -> str:
+        """``lossless`` in words."""
+        if self.lossless is None:
+            return "not comparable (rejection sampling)"
+        if self.lossless:
+            return "yes"
+        return "NO" if self.broken else f"up to rounding of {self.dtype}"
+
+    @property
+    def speedup(self) -> float | None:
+        """Wall seconds per token of plain decoding over those of drafted decoding, on the checked prompts.
+
+        Null at other batch sizes than 1: drafts spend what a batch would use, so the ratio is not the drafter's.
+        """
+        if self.batch_size != 1 or not self.checked.generated:
+            return None
+        return self.plain.s_per_token() / self.checked.s_per_token()
 
     def figures(self) -> dict[str, float]:
         """What is logged, always under the same names (ranks and epochs must agree on them)."""
@@ -77,13 +85,16 @@ class Evaluation:
             "decode/tau_per_request": stats.tau_per_request,
             "decode/accepted_share": stats.accepted_share,
             "decode/ceiling": stats.ceiling,
+            "decode/repetition_share": stats.repetition_share,
+            "decode/cut_share": stats.cut_share,
             "decode/draft_ms": stats.stage_ms("draft"),
             "decode/verify_ms": stats.stage_ms("verify"),
             "decode/commit_ms": stats.stage_ms("commit"),
-            "decode/s_per_token": stats.s_per_token(),
-            "decode/speedup": self.speedup,
             "decode/identical_share": self.identical / self.num_checked if self.num_checked else float("nan"),
         }
+        if self.batch_size == 1:
+            figures["decode/s_per_token"] = stats.s_per_token()
+            figures["decode/speedup"] = float("nan") if self.speedup is None else self.speedup
         for slot, share in enumerate(stats.survival, start=1):
             figures[f"decode/survival/slot_{slot}"] = share
         return figures
@@ -92,47 +103,59 @@ class Evaluation:
         """The figures of a JSON report."""
         return {
             **self.stats.summary(),
+            "batch_size": self.batch_size,
             "lossless": self.lossless,
+            "verdict": self.verdict,
             "checked_prompts": self.num_checked,
             "identical_prompts": self.identical,
+            "rounded_prompts": self.rounded,
             "differences": [asdict(difference) for difference in self.differences],
             "speedup_over_plain": self.speedup,
             "plain_s_per_token": self.plain.s_per_token(),
         }
 
     def table(self, title: str) -> str:
-        """The figures as a few lines of text."""
+        """The figures as a few lines. Speed is shown for one prompt at a time only."""
         stats = self.stats
         if not stats.rounds:
             return f"{title}: no round was drafted"
         histogram = "  ".join(
             f"{n}{'*' if n == stats.num_drafts else ''}:{count}" for n, count in enumerate(stats.histogram)
         )
+        together = "" if self.batch_size == 1 else f"  (of {self.batch_size} prompts together)"
         lines = [
             f"{title}: tau {stats.tau:.3f} tokens per round ({stats.committed} tokens, {stats.rounds} rounds, "
             f"{stats.requests} prompts)",
             "  survival by slot      " + " ".join(f"{share:.2f}" for share in stats.survival),
             f"  accepted drafts       {histogram}   (* = whole block, {stats.ceiling:.1%})",
             f"  ms per round          draft {stats.stage_ms('draft'):.1f}  verify {stats.stage_ms('verify'):.1f}  "
-            f"commit {stats.stage_ms('commit'):.1f}  {'compiled' if stats.compiled else 'not compiled'}",
+            f"commit {stats.stage_ms('commit'):.1f}  {'compiled' if stats.compiled else 'not compiled'}{together}",
         ]
+        if stats.looped_requests or stats.cut_requests:
+            lines.append(f"  answers               {degenerate(stats)}")
         if self.checked.generated:
+            speed = "" if self.speedup is None else f"{self.speedup:.2f}x its speed, "
             lines.append(
-                f"  against plain decoding  {self.speedup:.2f}x its speed at this batch size, "
-                f"lossless: {self._verdict()} ({self.identical} of {self.num_checked} outputs identical)"
+                f"  against plain decoding  {speed}lossless: {self.verdict} ({self.identical} of "
+                f"{self.num_checked} outputs identical)"
             )
         if self.differences:
             shown = "; ".join(map(str, self.differences[:_SHOWN_DIFFERENCES]))
             more = len(self.differences) - _SHOWN_DIFFERENCES
             lines.append(f"  first differences     {shown}" + (f"; and {more} more" if more > 0 else ""))
-        return "\n".join(lines)
+        return "\n".join([*lines, *(f"  {warning}" for warning in self.warnings)])
 
-    def _verdict(self) -> str:
-        if self.lossless is None:
-            return "not comparable (rejection sampling)"
-        if self.lossless:
-            return "yes"
-        return "NO" if self.broken else f"up to rounding of {self.dtype}"
+    @property
+    def warnings(self) -> list[str]:
+        """Sentences about what makes the figures doubtful."""
+        found = [repetition_warning(self.stats)]
+        if self.broken:
+            kind = "float32 rounds both alike" if self.dtype == "float32" else "rounding cannot explain it"
+            found.append(
+                f"warning: {self.num_checked - self.identical - self.rounded} outputs are not the "
+                f"target's own, and {kind}. Decoding is at fault: the figures are worth nothing"
+            )
+        return [warning for warning in found if warning is not None]
 
 
 class Evaluator:
@@ -145,6 +168,11 @@ class Evaluator:
         prompts: token ids; may be empty (a rank with fewer prompts than others).
         num_checked: how many of the first prompts are also decoded plainly.
         request_ids: what keys each prompt's noise (default 0, 1, ..): ranks give theirs distinct numbers.
+        plain: what another evaluator of the same target, prompts and settings has decoded plainly.
+        shown: whether to show how far decoding has come (ranks other than 0 do not).
+
+    Raises:
+        ValueError: a prompt leaves no room for its answer.
     """
 
     def __init__(
@@ -156,85 +184,97 @@ class Evaluator:
         *,
         num_checked: int,
         request_ids: list[int] | None = None,
+        plain: DecodeResult | None = None,
+        shown: bool = True,
     ) -> None:
         self.target, self.draft, self.settings = target, draft, settings
         self.prompts = prompts
         self.request_ids = request_ids if request_ids is not None else list(range(len(prompts)))
         self.num_checked = min(num_checked, len(prompts))
+        self.plain = plain
+        self.shown = shown
+        check_room(
+            [len(prompt) for prompt in prompts],
+            target.facts.max_positions,
+            target.facts.name,
+            max_new_tokens=settings.max_new_tokens,
+            num_drafts=draft.alignment.num_drafts,
+        )
         self._longest = max((len(prompt) for prompt in prompts), default=1)
         self._decoder: SpeculativeDecoder | None = None
-        self._plain: DecodeResult | None = None
 
-    def __call__(self) -> Evaluation:
-        if self._decoder is None:
-            self._decoder = self.settings.make_decoder(self.target, self.draft, longest_prompt=self._longest)
-        decoder, n = self._decoder, self.num_checked
-        drafts = self.draft.alignment.num_drafts
-        empty = DecodeStats(drafts)
+    def __call__(self, what: str = "decoding") -> Evaluation:
+        """Decode all prompts; ``what`` is what the bar says meanwhile."""
         if not self.prompts:
+            empty = DecodeStats(self.draft.alignment.num_drafts)
             return self._found(empty, empty, DecodeStats(0), [])
-        checked = self._decode(decoder, slice(0, n)) if n else None
-        rest = self._decode(decoder, slice(n, None)) if n < len(self.prompts) else None
-        stats = sum((result.stats for result in (checked, rest) if result is not None), start=empty)
-        parts = [result for result in (checked, rest) if result is not None]
-        outputs = [generation.output_ids for result in parts for generation in result.generations]
-        if checked is None:
-            return self._found(stats, empty, DecodeStats(0), outputs)
-        plain = self._decode_plainly(n)
+        if self._decoder is None:
+            self._decoder = self.settings.make_decoder(
+                self.target, self.draft, longest_prompt=self._longest, shown=self.shown
+            )
+        self._decoder.warm_up()
+        answers = len(self.prompts) + (self.num_checked if self.plain is None else 0)
+        most, stop_ids = self.settings.max_new_tokens, self.target.stop_ids
+        with watching(what, answers, max_new_tokens=most, stop_ids=stop_ids, shown=self.shown) as watch:
+            return self._evaluate(self._decoder, watch)
+
+    def _evaluate(self, decoder: SpeculativeDecoder, watch: OnRound) -> Evaluation:
+        n, empty = self.num_checked, DecodeStats(self.draft.alignment.num_drafts)
+        checked = self._decode(decoder, slice(0, n), watch) if n else DecodeResult([], empty)
+        rest = self._decode(decoder, slice(n, None), watch) if n < len(self.prompts) else DecodeResult([], empty)
+        stats, generations = checked.stats + rest.stats, checked.generations + rest.generations
+        if not n:
+            return self._found(stats, empty, DecodeStats(0), generations)
+        plain = self._decode_plainly(n, watch)
         expected = [generation.output_ids for generation in plain.generations] if self.settings.repeatable else []
-        return self._found(stats, checked.stats, plain.stats, outputs, expected)
+        return self._found(stats, checked.stats, plain.stats, generations, expected)
 
     def _found(
         self,
         stats: DecodeStats,
         checked: DecodeStats,
         plain: DecodeStats,
-        outputs: list[list[int]],
+        generations: list[Generation],
         expected: list[list[int]] | None = None,
     ) -> Evaluation:
-        """``expected`` are the plain outputs that the first of ``outputs`` must equal."""
+        """``expected`` are the plain outputs that the first of ``generations`` must equal."""
         expected = expected or []
-        differing = [i for i, output in enumerate(expected) if outputs[i] != output]
+        found = [self._difference(i, generations[i].output_ids, output) for i, output in enumerate(expected)]
+        differences = [difference for difference in found if difference is not None]
         return Evaluation(
             stats,
             checked,
             plain,
-            identical=len(expected) - len(differing),
+            identical=len(expected) - len(differences),
             num_checked=len(expected),
+            rounded=sum(difference.rounding for difference in differences),
             dtype=str(self.target.dtype).removeprefix("torch."),
-            differences=[self._difference(i, outputs[i], expected[i]) for i in differing],
-            outputs=outputs,
+            batch_size=self.settings.batch_size,
+            differences=differences,
+            generations=generations,
         )
 
-    def _difference(self, number: int, output: list[int], expected: list[int]) -> Difference:
-        shorter = min(len(output), len(expected))
-        token = next((i for i in range(shorter) if output[i] != expected[i]), shorter)
-        gap = None
-        if self.settings.sampling.greedy:
-            gap = _logit_gap(self.target, self.prompts[number] + expected[:token])
-        return Difference(self.request_ids[number], token, gap)
+    def _difference(self, number: int, output: list[int], expected: list[int]) -> Difference | None:
+        return first_difference(
+            self.target,
+            self.settings.sampling,
+            request=self.request_ids[number],
+            prompt=self.prompts[number],
+            output=output,
+            expected=expected,
+        )
 
-    def _decode_plainly(self, n: int) -> DecodeResult:
-        if self._plain is None:
+    def _decode_plainly(self, n: int, watch: OnRound) -> DecodeResult:
+        if self.plain is None:
             decoder = self.settings.make_decoder(self.target, None, longest_prompt=self._longest)
-            self._plain = self._decode(decoder, slice(0, n))
-        return self._plain
+            self.plain = self._decode(decoder, slice(0, n), watch)
+        return self.plain
 
-    def _decode(self, decoder: SpeculativeDecoder, which: slice) -> DecodeResult:
+    def _decode(self, decoder: SpeculativeDecoder, which: slice, watch: OnRound) -> DecodeResult:
         return decoder.decode(
             self.prompts[which],
             max_new_tokens=self.settings.max_new_tokens,
             stop_ids=self.target.stop_ids,
             request_ids=self.request_ids[which],
+            on_round=watch,
         )
-
-
-def _logit_gap(target: FrozenTarget, text: list[int]) -> float:
-    """The target's largest logit after ``text`` minus its second largest; one forward over the text."""
-    ids = torch.tensor([text])
-    hidden = target.features(ids, torch.arange(len(text))[None], FeatureSpec(last_hidden=True)).last_hidden
-    assert hidden is not None
-    head = target.lm
-    with torch.no_grad(), torch.autocast(target.device.type, enabled=False):
-        best, second = head.logits(hidden[0, -1].to(head.weight.device)).float().topk(2).values.tolist()
-    return best - second

@@ -28,6 +28,15 @@ def _signed(value: int) -> int:
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
+def _words(value: int) -> list[int]:
+    """``value`` in pieces of 64 bits, the lowest one first: one piece for every number that 64 bits can hold."""
+    words = [_signed(value & ((1 << 64) - 1))]
+    while value != words[-1]:
+        value = (value - words[-1]) >> 64
+        words.append(_signed(value & ((1 << 64) - 1)))
+    return words
+
+
 _STEP = _signed(0x9E3779B97F4A7C15)
 _MIX_1 = _signed(0xBF58476D1CE4E5B9)
 _MIX_2 = _signed(0x94D049BB133111EB)
@@ -51,7 +60,10 @@ def _unit(bits: Tensor) -> Tensor:
 
 
 class Noise:
-    """Random numbers by (seed, stream, request id, where): ``where`` is a position, or ``Noise.at(round, slot)``."""
+    """Random numbers by (seed, stream, request id, where): ``where`` is a position, or ``Noise.at(round, slot)``.
+
+    ``seed`` is any whole number: what does not fit into 64 bits is mixed in as well.
+    """
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -62,7 +74,9 @@ class Noise:
         return round_index * (1 << 20) + slots
 
     def _keys(self, stream: Stream, requests: Tensor, where: Tensor) -> Tensor:
-        base = _mix(torch.tensor(self.seed * len(Stream) + int(stream), device=where.device) + _STEP)
+        base = torch.zeros((), dtype=torch.long, device=where.device)
+        for word in _words(self.seed * len(Stream) + int(stream)):
+            base = _mix((base ^ word) + _STEP)
         by_request = _mix((base ^ requests) + _STEP)
         return _mix((by_request[:, None] ^ where) + _STEP)
 

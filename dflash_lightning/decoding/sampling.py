@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -11,10 +12,20 @@ from torch import Tensor
 from dflash_lightning.decoding.law import Law, first_argmax, greedy_law, truncated_law
 from dflash_lightning.decoding.noise import Noise, Stream
 
+# Temperatures beyond these give the law of the bound itself: ties alone, or every token alike. Division in float32
+# knows no smaller and no larger numbers.
+_COLDEST, _HOTTEST = 1e-37, 1e37
+
 
 @dataclass(frozen=True)
 class SamplingSpec:
-    """Temperature (0 is greedy), top-k, top-p on what top-k left, and the seed of all randomness."""
+    """Temperature (0 is greedy), top-k, top-p on what top-k left, and the seed of all randomness.
+
+    The seed is any whole number; different ones give different randomness, negative and huge ones too.
+
+    Raises:
+        ValueError: a setting is no number, or out of its range; the message begins with ``sampling.NAME``.
+    """
 
     temperature: float = 0.0
     top_k: int | None = None
@@ -22,8 +33,16 @@ class SamplingSpec:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not self.temperature >= 0.0:
-            raise ValueError(f"sampling.temperature: {self.temperature} is not >= 0. Use 0 for greedy decoding.")
+        for name, kinds, what in _KINDS:
+            value = getattr(self, name)
+            nothing = value is None and name.startswith("top_")
+            if not nothing and (isinstance(value, bool) or not isinstance(value, kinds)):
+                raise ValueError(f"sampling.{name}: {value!r} is not {what}.")
+        if not 0.0 <= self.temperature < math.inf:
+            raise ValueError(
+                f"sampling.temperature: {self.temperature} is not >= 0 and finite. Use 0 for greedy decoding, and 1 "
+                "for the target's own law."
+            )
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"sampling.top_k: {self.top_k} keeps no token. Use 1 or more, or null for all tokens.")
         if self.top_p is not None and not 0.0 < self.top_p <= 1.0:
@@ -32,6 +51,14 @@ class SamplingSpec:
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+
+_KINDS: tuple[tuple[str, tuple[type, ...], str], ...] = (
+    ("temperature", (int, float), "a number. Use 0 for greedy decoding"),
+    ("top_k", (int,), "a whole number. Use 1 or more, or null for all tokens"),
+    ("top_p", (int, float), "a number. Use one in (0, 1], or null for all tokens"),
+    ("seed", (int,), "a whole number"),
+)
 
 
 class Sampler:
@@ -49,7 +76,13 @@ class Sampler:
         """The law of each row, fp32."""
         if self.spec.greedy:
             return greedy_law(logits)
-        return truncated_law(logits.float() / self.spec.temperature, self.spec.top_k, self.spec.top_p)
+        return truncated_law(self.scores(logits), self.spec.top_k, self.spec.top_p)
+
+    def scores(self, logits: Float[Tensor, "*rows V"]) -> Float[Tensor, "*rows V"]:
+        """Logits over temperature, fp32; the largest of each row is 0, so that a tiny temperature overflows nothing."""
+        scores = logits.float()
+        temperature = min(max(self.spec.temperature, _COLDEST), _HOTTEST)
+        return (scores - scores.amax(-1, keepdim=True)) / temperature
 
     def draw(
         self, law: Law, stream: Stream, requests: Int[Tensor, " B"], where: Int[Tensor, "#B N"]

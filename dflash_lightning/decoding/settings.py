@@ -19,14 +19,14 @@ class DecodingSettings:
     prepacked weights on the CPU, ``compile`` compiles the draft step; neither changes which tokens are right.
     """
 
-    max_new_tokens: int = 256
-    batch_size: int = 8
-    temperature: float = 0.0
-    top_k: int | None = None
-    top_p: float | None = None
-    seed: int = 0
+    max_new_tokens: int = 256  # longest answer
+    batch_size: int = 8  # prompts decoded at once
+    temperature: float = 0.0  # 0 is greedy
+    top_k: int | None = None  # sample among the k likeliest tokens; null: all
+    top_p: float | None = None  # sample among the likeliest that hold this probability; null: all
+    seed: int = 0  # of the draws
     verifier: Literal["auto", "greedy", "match", "token"] = "auto"
-    compile: bool = True
+    compile: bool = True  # compile the draft step; the tokens are the same
     packed: bool = True
 
     def __post_init__(self) -> None:
@@ -57,9 +57,19 @@ class DecodingSettings:
         return self.temperature == 0.0 or self.verifier == "match"
 
     def make_decoder(
-        self, target: FrozenTarget, draft: DraftModel | None, *, longest_prompt: int
+        self,
+        target: FrozenTarget,
+        draft: DraftModel | None,
+        *,
+        longest_prompt: int,
+        compile: bool | Literal["auto"] | None = None,
+        shown: bool = True,
     ) -> SpeculativeDecoder:
-        """A decoder for prompts of up to ``longest_prompt`` tokens; without ``draft`` it decodes plainly."""
+        """A decoder for prompts of up to ``longest_prompt`` tokens; without ``draft`` it decodes plainly.
+
+        ``compile`` overrides the setting: ``"auto"`` compiles only where that pays back within one ``decode``.
+        ``shown`` says whether a line announces compilation.
+        """
         return SpeculativeDecoder(
             target,
             draft,
@@ -67,6 +77,7 @@ class DecodingSettings:
             verifier=self.verifier,
             max_length=longest_prompt + self.max_new_tokens,
             batch_size=self.batch_size,
-            compile=self.compile,
+            compile=self.compile if compile is None else compile,
             packed=self.packed,
+            shown=shown,
         )

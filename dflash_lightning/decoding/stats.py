@@ -29,7 +29,8 @@ class DecodeStats:
     rounds share. *Whole* rounds are those that no stop token and no length limit cut: acceptance is measured on them
     only, since a cut says nothing about the drafts behind it. The histogram counts whole rounds that verified all
     ``num_drafts``. The first token of a request comes from the prefill: it is in ``generated`` and not in
-    ``committed``.
+    ``committed``. ``looped_requests`` are answers that repeat themselves (``repeats_itself``), with their rounds and
+    tokens; ``cut_requests`` ended at the length limit.
     """
 
     num_drafts: int
@@ -45,6 +46,10 @@ class DecodeStats:
     cycles: int = 0
     compiled_cycles: int = 0
     drafted_requests: int = 0
+    cut_requests: int = 0
+    looped_requests: int = 0
+    looped_rounds: int = 0
+    looped_committed: int = 0
     request_tau_sum: float = 0.0
     histogram: list[int] = field(default_factory=list)
     at_risk: list[int] = field(default_factory=list)
@@ -82,6 +87,11 @@ class DecodeStats:
         if generation.committed:
             self.drafted_requests += 1
             self.request_tau_sum += sum(generation.committed) / len(generation.committed)
+        self.cut_requests += generation.finish == "length"
+        if generation.repeats_itself:
+            self.looped_requests += 1
+            self.looped_rounds += len(generation.committed)
+            self.looped_committed += sum(generation.committed)
 
     def __add__(self, other: DecodeStats) -> DecodeStats:
         assert self.num_drafts == other.num_drafts, "statistics of different draft lengths do not add up"
@@ -122,6 +132,21 @@ class DecodeStats:
     def tau(self) -> float:
         """Tokens committed per round, the target's own one included: ``sum(committed) / rounds`` (DFlash sec. 3.1)."""
         return _ratio(self.committed, self.rounds)
+
+    @property
+    def repetition_share(self) -> float:
+        """Share of requests whose answer repeats itself. Acceptance on a loop is high whatever the drafter is worth."""
+        return _ratio(self.looped_requests, self.requests)
+
+    @property
+    def cut_share(self) -> float:
+        """Share of requests whose answer was cut at the length limit."""
+        return _ratio(self.cut_requests, self.requests)
+
+    @property
+    def tau_without_loops(self) -> float:
+        """``tau`` over the requests whose answers do not repeat themselves; NaN where there is none."""
+        return _ratio(self.committed - self.looped_committed, self.rounds - self.looped_rounds)
 
     @property
     def tau_per_request(self) -> float:
@@ -188,12 +213,17 @@ class DecodeStats:
             "tau": self.tau,
             "tau_per_request": self.tau_per_request,
             "tau_whole": self.tau_whole,
+            "tau_without_loops": self.tau_without_loops,
+            "repetition_share": self.repetition_share,
+            "cut_share": self.cut_share,
             "accepted_share": self.accepted_share,
             "conditional_acceptance": self.conditional_acceptance,
             "survival": self.survival,
             "histogram": self.histogram,
             "ceiling": self.ceiling,
             "requests": self.requests,
+            "looped_requests": self.looped_requests,
+            "cut_requests": self.cut_requests,
             "rounds": self.rounds,
             "committed": self.committed,
             "generated": self.generated,

@@ -9,6 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from dflash_lightning.decoding.law import Law
+from dflash_lightning.decoding.repetition import repeats_itself
 
 Drawn = Literal["delta", "sampled"]
 
@@ -74,3 +75,9 @@ class Generation:
     committed: list[int]
     accepted: list[int]
     finish: Literal["stop", "length"] | None = None
+
+    @property
+    def repeats_itself(self) -> bool:
+        """Whether the answer is a loop or says the same again and again; its stop token does not count."""
+        ended = self.finish == "stop"
+        return repeats_itself(self.output_ids[:-1] if ended else self.output_ids)

@@ -37,19 +37,19 @@ class BlockTransformer(Drafter):
     def __init__(
         self,
         *,
-        num_layers: int = 5,
-        intermediate_size: int | None = None,
-        num_heads: int | None = None,
-        num_kv_heads: int | None = None,
-        head_dim: int | None = None,
+        num_layers: int = 5,  # draft layers
+        intermediate_size: int | None = None,  # of the feed-forward part; null: the target's
+        num_heads: int | None = None,  # query heads; null: the target's
+        num_kv_heads: int | None = None,  # key-value heads; null: the target's
+        head_dim: int | None = None,  # null: the target's
         rope_parameters: dict[str, Any] | None = None,
-        layer_types: list[str] | None = None,
-        sliding_window: int | None = None,
+        layer_types: list[str] | None = None,  # full_attention or sliding_attention per layer; null: all full
+        sliding_window: int | None = None,  # positions that sliding layers see
         is_causal: bool | None = None,
-        rms_norm_eps: float | None = None,
-        init_from_target: bool = False,
-        qk_norm_gain: float = 1.0,
-        init_std: float = 0.02,
+        rms_norm_eps: float | None = None,  # null: the target's
+        init_from_target: bool = False,  # start every layer from one of the target's last ones
+        qk_norm_gain: float = 1.0,  # at which q/k norms start where the target has none
+        init_std: float = 0.02,  # of weights that start at random
     ) -> None:
         super().__init__()
         self.num_layers = num_layers

@@ -2,10 +2,11 @@
 
 from dflash_lightning.export.base import DTYPES, Exporter, ExportFacts
 from dflash_lightning.export.card import serving
-from dflash_lightning.export.check import Exported, Outcome, check
+from dflash_lightning.export.check import Outcome, check
+from dflash_lightning.export.exported import Exported
 from dflash_lightning.export.formats import FORMATS
 from dflash_lightning.export.replay import merge_observed
-from dflash_lightning.export.write import check_place, export
+from dflash_lightning.export.write import check_format, check_place, export
 
 __all__ = [
     "DTYPES",
@@ -15,6 +16,7 @@ __all__ = [
     "Exporter",
     "Outcome",
     "check",
+    "check_format",
     "check_place",
     "export",
     "merge_observed",

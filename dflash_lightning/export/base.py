@@ -19,6 +19,7 @@ from torch import Tensor
 from dflash_lightning.draft_config import DraftConfig
 from dflash_lightning.export.conventions import Conventions
 from dflash_lightning.target import FrozenTarget
+from dflash_lightning.target.served import served_settings
 from dflash_lightning.types import TargetFacts
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -32,6 +33,8 @@ class ExportFacts:
     them. ``head_rows`` are the rows of the target's language head that a reduced draft vocabulary stands for, and
     ``draft_vocab`` their token ids; both null for the whole vocabulary. ``logit_scale`` and ``softcap`` are what the
     target does to its logits after the head.
+    ``target_dtype`` is what the replay was recorded in, ``served`` what ``served_settings`` says of the target, and
+    ``trained_length`` how many tokens the longest rows of the training had, where that is known.
     """
 
     target: TargetFacts
@@ -43,10 +46,19 @@ class ExportFacts:
     head_rows: Float[Tensor, "v H"] | None = None
     draft_vocab: Tensor | None = None
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    target_dtype: str = "float32"
+    served: dict[str, Any] = field(default_factory=dict)
+    trained_length: int | None = None
 
     @classmethod
     def of(
-        cls, target: FrozenTarget, *, dtype: str, draft_vocab: Tensor | None, chat_template_kwargs: dict[str, Any]
+        cls,
+        target: FrozenTarget,
+        *,
+        dtype: str,
+        draft_vocab: Tensor | None,
+        chat_template_kwargs: dict[str, Any],
+        trained_length: int | None = None,
     ) -> ExportFacts:
         """The facts of ``target``; ``draft_vocab`` null for a drafter of the whole vocabulary."""
         lm = target.lm
@@ -60,6 +72,9 @@ class ExportFacts:
             head_rows=None if draft_vocab is None else lm.restrict(draft_vocab).weight.cpu(),
             draft_vocab=draft_vocab,
             chat_template_kwargs=chat_template_kwargs,
+            target_dtype=str(target.dtype).removeprefix("torch."),
+            served=served_settings(target),
+            trained_length=trained_length,
         )
 
 
@@ -77,10 +92,17 @@ class Exporter(ABC):
     holds_anchor_first: ClassVar[bool] = False
     activations: ClassVar[tuple[str, ...]] = ("silu",)
     carries: ClassVar[tuple[Path, ...]] = ()  # files of ours that are copied into the folder
+    # Names of generation_config.json that the consumer applies when nothing else is asked for; null for all of them.
+    applies: ClassVar[tuple[str, ...] | None] = None
+    server: ClassVar[str] = ""  # the program that serves the format, where the consumer is a library
+    plainly: ClassVar[str]  # how to decode as the replay was, in a sentence for the model card
     spellings: ClassVar[tuple[tuple[str, ...], ...]]
 
-    def limits(self, config: DraftConfig, facts: ExportFacts) -> list[str]:
-        """Why this format cannot hold the drafter; empty where it can. Formats add their own reasons."""
+    def limits(self, config: DraftConfig, facts: ExportFacts | None = None) -> list[str]:
+        """Why this format cannot hold the drafter; empty where it can. Formats add their own reasons.
+
+        Without ``facts`` only what the drafter's configuration decides, which is known before a target is loaded.
+        """
         reasons = []
         names = {axis: part["name"] for axis, part in config.components.items()}
         if names != COMPONENTS:
@@ -111,8 +133,12 @@ class Exporter(ABC):
         return {file.name: file.read_text(encoding="utf-8") for file in self.carries}
 
     @abstractmethod
-    def serve_command(self, draft_config: DraftConfig, target: str, folder: str) -> str:
-        """What to type to decode ``target`` with the export in ``folder``."""
+    def serve_command(self, draft_config: DraftConfig, facts: ExportFacts, *, target: str, folder: str) -> str:
+        """What to type to decode ``target`` with the export in ``folder``, so that the replay's answers come out."""
+
+    def applied(self, served: Mapping[str, Any]) -> dict[str, Any]:
+        """Those of the target's ``served_settings`` that this consumer applies by default."""
+        return {name: value for name, value in served.items() if self.applies is None or name in self.applies}
 
     @abstractmethod
     def read(self, raw: Mapping[str, Any]) -> Conventions:

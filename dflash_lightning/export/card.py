@@ -8,7 +8,9 @@ from typing import Any
 
 from dflash_lightning.draft_config import DraftConfig
 from dflash_lightning.export.base import Exporter, ExportFacts
+from dflash_lightning.export.card_figures import measured
 from dflash_lightning.files import PACKAGE_PREFIX
+from dflash_lightning.target.served import in_words
 
 # What was done with each format where this package is tested; nothing is claimed beyond it.
 VERIFIED = (
@@ -28,7 +30,7 @@ def model_card(
     """Markdown with front matter; the table has measured numbers only."""
     target = facts.target.name
     language = "python" if exporter.name == "hf" else "bash"
-    command, note = serving(exporter, config, target, folder)
+    command, note = serving(exporter, config, facts, folder)
     parts = [
         _front_matter(facts),
         f"# DFlash drafter for {target}\n",
@@ -38,26 +40,58 @@ def model_card(
         f"{config.mask_token_id}, weights in {facts.dtype}. The target decodes; the drafter only makes it faster, and "
         "is of no use with another target.\n",
         _vocabulary(config),
+        f"{positions(config, facts)}\n",
         f"## Serving with {exporter.consumer}\n\n```{language}\n{command}\n```\n",
         note and f"{note}\n",
         _rendering(facts),
-        f"## Measured\n\n{_measured(report)}\n",
+        f"{exporter.plainly}\n",
+        f"## Measured\n\n{measured(report)}\n",
         f"## Checked\n\n{VERIFIED.format(consumer=exporter.consumer, read_in=exporter.read_in)}\n",
-        f"`replay.json` holds prompts, the first block's logits and drafts, and the tokens committed by every round; "
-        f"`dflash check {folder} --target {target}` holds this folder to it, and says what differs.\n",
+        f"`replay.json` holds prompts, the first block's logits and drafts, and the tokens committed by every round, "
+        f"in {facts.target_dtype}; `dflash check {folder} --target {target}` holds this folder to it, and says what "
+        "differs.\n",
     ]
     return "\n".join(part for part in parts if part)
 
 
-def serving(exporter: Exporter, config: DraftConfig, target: str, folder: str) -> tuple[str, str]:
+def serving(exporter: Exporter, config: DraftConfig, facts: ExportFacts, folder: str) -> tuple[str, str]:
     """The command that serves an export, and what to know before typing it (mostly nothing).
 
     A target inside a Python package, or in a GGUF file, is none that servers load: the command then says TARGET.
     """
-    if not target.startswith(PACKAGE_PREFIX) and not target.endswith(".gguf"):
-        return exporter.serve_command(config, target, folder), ""
-    note = f"TARGET stands for the model of {target}, in a form that {exporter.consumer} loads."
-    return exporter.serve_command(config, "TARGET", folder), note
+    target, notes = facts.target.name, []
+    if target.startswith(PACKAGE_PREFIX) or target.endswith(".gguf"):
+        notes.append(f"TARGET stands for the model of {target}, in a form that {exporter.consumer} loads.")
+        target = "TARGET"
+    if facts.served:
+        notes.append(_served(exporter, facts.served))
+    return exporter.serve_command(config, facts, target=target, folder=folder), " ".join(notes)
+
+
+def positions(config: DraftConfig, facts: ExportFacts) -> str:
+    """How far the drafter's positions reach, and how far it was trained."""
+    reach = config.max_position_embeddings
+    text = f"The drafter states {reach} positions, as many as the target is served with."
+    if facts.trained_length is not None and facts.trained_length < reach:
+        text += (
+            f" It was trained on at most {facts.trained_length} of them: drafts behind that were never measured and "
+            "may be accepted less often. Answers stay the target's own."
+        )
+    return text
+
+
+def _served(exporter: Exporter, served: Mapping[str, Any]) -> str:
+    """What the target's generation_config asks for, what the consumer makes of it, and that the command is without."""
+    text = f"The target's generation_config asks for {in_words(served)}. "
+    applied, server = exporter.applied(served), exporter.server or exporter.consumer
+    if not applied:
+        return f"{text}{server} applies none of it, and neither figures nor replay have it."
+    what = "it" if applied == dict(served) else in_words(applied)
+    return (
+        f"{text}{server} applies {what} by default. The command above switches that off, because figures "
+        "and replay are of plain greedy decoding: served otherwise, answers are others and drafts are accepted less "
+        "often. Measure that before you rely on the figures."
+    )
 
 
 def _front_matter(facts: ExportFacts) -> str:
@@ -76,25 +110,3 @@ def _rendering(facts: ExportFacts) -> str:
         return ""
     stated = json.dumps(facts.chat_template_kwargs)
     return f"Its training rows were rendered with chat template arguments `{stated}`; send requests with the same.\n"
-
-
-def _measured(report: Mapping[str, Any] | None) -> str:
-    if report is None:
-        return "Nothing was measured of this drafter. `dflash report RUN` measures a run; export it again afterwards."
-    wall = report["s_per_token"]
-    rows = [
-        ("tokens per round (tau), pooled", f"{report['tau']:.2f}"),
-        ("prompts", f"{report['prompts']} ({report['note'] or report['prompts_file']})"),
-        ("identical to plain decoding", report["identical_to_plain_decoding"]),
-        ("identical to `transformers.generate`", report["identical_to_transformers_generate"]),
-        *((f"ms per token, {name.replace('_', ' ')}", f"{1e3 * seconds:.1f}") for name, seconds in wall.items()),
-        ("faster than the same loop without drafts", f"{report['speedup_over_autoregressive']:.2f}x"),
-        ("faster than `transformers.generate`", f"{report['speedup_over_transformers_generate']:.2f}x"),
-    ]
-    table = "\n".join(f"| {name} | {value} |" for name, value in rows)
-    where = report["machine"]["gpu"] if report["device"].startswith("cuda") else report["machine"]["cpu"]
-    return (
-        f"| figure | value |\n|---|---|\n{table}\n\n"
-        f"By dflash-lightning's own loop, with the drafter before it was rounded, on {where}, {report['dtype']}, one "
-        "prompt at a time; acceptance depends on the prompts."
-    )

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dflash_lightning.draft_config import NESTED
-from dflash_lightning.export.base import DTYPES, Exporter
+from dflash_lightning.export.check_files import (
+    MISSING,
+    changed_tensors,
+    lookup,
+    no_numbers,
+    unlike_spellings,
+    wrong_dtype,
+    wrong_tensors,
+)
 from dflash_lightning.export.conventions import Conventions, Drafting
+from dflash_lightning.export.exported import Exported
 from dflash_lightning.export.faults import (
     TOLERANCES,
     Diagnosis,
@@ -23,59 +30,13 @@ from dflash_lightning.export.faults import (
     logit_error,
     plausible_faults,
 )
-from dflash_lightning.export.formats import FORMATS
-from dflash_lightning.export.replay import REPLAY_FILE, RecordedPrompt, Replay, Replayer, digests
+from dflash_lightning.export.replay import RecordedPrompt, Replayer
 from dflash_lightning.export.speculators import LAYERS
 from dflash_lightning.model_config import check_config, identify
-from dflash_lightning.model_files import CONFIG_FILE, WEIGHTS_FILE, read_draft_config, read_object
+from dflash_lightning.model_files import read_draft_config
 from dflash_lightning.target import FrozenTarget, check_mask_token_id
 from dflash_lightning.target.mask_token import reserved_ids, special_ids
-
-_MISSING = object()
-
-
-@dataclass(frozen=True)
-class Exported:
-    """A folder as it stands on disk."""
-
-    folder: Path
-    raw: dict[str, Any]
-    tensors: dict[str, Tensor]
-    replay: Replay
-
-    @property
-    def exporter(self) -> Exporter:
-        return FORMATS[self.replay.format]
-
-    @classmethod
-    def open(cls, folder: Path) -> Exported:
-        """Read an exported folder.
-
-        Raises:
-            ValueError: it is none, or a file of it cannot be read.
-        """
-        raw, replay = (_read_json(folder, name) for name in (CONFIG_FILE, REPLAY_FILE))
-        found = Replay.from_json(replay)
-        if found.format not in FORMATS:
-            raise ValueError(f"{folder}: {REPLAY_FILE} is of format {found.format!r}, known are {list(FORMATS)}.")
-        return cls(folder, raw, read_tensors(folder), found)
-
-
-def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """The tensors of a folder, as they are stored."""
-    file = folder / WEIGHTS_FILE
-    try:
-        with safe_open(file, framework="pt") as stored:
-            return {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118 (no mapping)
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"{file} cannot be read ({error}). Export again.") from error
-
-
-def _read_json(folder: Path, name: str) -> dict[str, Any]:
-    file = folder / name
-    if not file.is_file():
-        raise ValueError(f"{folder}: there is no {name}. Give a folder that `dflash export` wrote.")
-    return read_object(file, "Export again.")
+from dflash_lightning.target.served import served_positions
 
 
 @dataclass
@@ -111,14 +72,14 @@ def check(exported: Exported, target: FrozenTarget, observed: list[RecordedPromp
     outcome.faults += _wrong_target(exported, target)
     if outcome.faults:
         return outcome  # nothing that follows would mean anything
-    outcome.faults += [*_unlike_spellings(exported), *_wrong_dtype(exported)]
+    outcome.faults += [*unlike_spellings(exported), *wrong_dtype(exported), *no_numbers(exported)]
     for file in exported.exporter.carries:
         copy = exported.folder / file.name
         if not copy.is_file():
             outcome.faults.append(f"{file.name} is missing, which {exported.exporter.consumer} runs")
         elif copy.read_text(encoding="utf-8") != file.read_text(encoding="utf-8"):
             outcome.notes.append(f"{file.name} is not the one that this version writes; it was not run here")
-    outcome.changed = _changed_tensors(exported)
+    outcome.changed = changed_tensors(exported)
     outcome.faults += outcome.changed.values()
     try:
         conventions = exported.exporter.read(exported.raw)
@@ -128,7 +89,7 @@ def check(exported: Exported, target: FrozenTarget, observed: list[RecordedPromp
         return outcome
     weights = exported.exporter.read_tensors(exported.tensors)
     vocabulary = weights.pop("draft_vocab", None)
-    outcome.faults += [*_wrong_tensors(weights, conventions), *_wrong_ids(conventions, target)]
+    outcome.faults += [*wrong_tensors(weights, conventions), *_wrong_ids(conventions, target)]
     outcome.faults += _unlike_target(exported, target, vocabulary)
     if not outcome.faults:
         outcome.faults += _refused_here(exported, target)
@@ -147,72 +108,15 @@ def _wrong_target(exported: Exported, target: FrozenTarget) -> Iterator[str]:
         yield (
             f"the target is another one: the drafter was made for {exported.replay.target.get('name')} "
             f"(digest {str(stated)[:12]}), but {target.facts.name} has digest {target.facts.digest[:12]}. "
-            "Give the model it was made for."
+            "Give the model it was made for." + _only_rounded(exported, target)
         )
 
 
-def _unlike_spellings(exported: Exported) -> Iterator[str]:
-    for group in exported.exporter.spellings:
-        found = {path: _lookup(exported.raw, path) for path in group}
-        for path, value in found.items():
-            if value is _MISSING:
-                yield f"config.json has no {path}, which {exported.exporter.consumer} looks for"
-        present = {path: value for path, value in found.items() if value is not _MISSING}
-        if any(value != next(iter(present.values())) for value in present.values()):
-            stated = ", ".join(f"{path}={value}" for path, value in present.items())
-            yield f"config.json contradicts itself: {stated}"
-
-
-def _lookup(tree: Any, path: str) -> Any:
-    for key in path.split("."):
-        if not isinstance(tree, Mapping) or key not in tree:
-            return _MISSING
-        tree = tree[key]
-    return tree
-
-
-def _wrong_dtype(exported: Exported) -> Iterator[str]:
-    stated = exported.raw.get("dtype")
-    floats = {name: value for name, value in exported.tensors.items() if value.is_floating_point()}
-    found = sorted({str(value.dtype).removeprefix("torch.") for value in floats.values()})
-    if stated not in DTYPES:
-        yield f"dtype: config.json states {stated!r}, not one of {list(DTYPES)}"
-    elif found != [stated]:
-        yield f"dtype: config.json states {stated}, but the tensors are {' and '.join(found)}"
-
-
-def _changed_tensors(exported: Exported) -> dict[str, str]:
-    """What became of the weights since the export, by the name of the fault."""
-    was, now = exported.replay.tensors, digests(exported.tensors)
-    missing = sorted(name for name in was.keys() - now.keys() if "norm" in name)
-    changed = sorted(name for name in was.keys() & now.keys() if was[name][0] != now[name][0])
-    rounded = [name for name in changed if was[name][1] == now[name][1]]
-    others = [name for name in changed if name not in rounded]
-    ones = [name for name in others if "norm" in name and bool((exported.tensors[name] == 1).all())]
-    found = {}
-    if missing or ones:
-        gone = f"{_listed(missing)} missing" if missing else f"every gain of {_listed(ones)} is 1, as if never loaded"
-        found["norm_missing"] = f"norm without its weights: {gone}"
-    if rounded:
-        found["dtype"] = f"dtype: {len(rounded)} of {len(was)} tensors were cast since the export"
-    if others:
-        found["weights"] = f"{len(others)} of {len(was)} tensors are not those exported: {_listed(others)}"
-    return found
-
-
-def _listed(names: list[str], limit: int = 6) -> str:
-    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
-
-
-def _wrong_tensors(weights: Mapping[str, Tensor], conventions: Conventions) -> Iterator[str]:
-    expected = conventions.shapes()
-    if missing := sorted(expected.keys() - weights.keys()):
-        yield f"tensors are missing: {_listed(missing)}"
-    if unexpected := sorted(weights.keys() - expected.keys()):
-        yield f"tensors that the consumer does not know: {_listed(unexpected)}"
-    for name in sorted(expected.keys() & weights.keys()):
-        if tuple(weights[name].shape) != expected[name]:
-            yield f"{name} has shape {tuple(weights[name].shape)}, but config.json implies {expected[name]}"
+def _only_rounded(exported: Exported, target: FrozenTarget) -> str:
+    """float16 rounds a float32 checkpoint's values before the digest sees them."""
+    if target.dtype != torch.float16 or exported.replay.dtype == "float16":
+        return ""
+    return f" Is it that one, only rounded to float16? Then give --dtype {exported.replay.dtype}."
 
 
 def _wrong_ids(conventions: Conventions, target: FrozenTarget) -> Iterator[str]:
@@ -238,7 +142,15 @@ def _unlike_target(exported: Exported, target: FrozenTarget, vocabulary: Tensor 
         "output_multiplier": target.lm.scale,
         "final_logit_softcapping": target.lm.softcap,
     }
+    reach = served_positions(target)
     for block in ("", f"{NESTED}.", f"{LAYERS}."):
+        stated = lookup(exported.raw, f"{block}max_position_embeddings")
+        if isinstance(stated, int) and stated < reach:
+            yield (
+                f"config.json states {block}max_position_embeddings={stated}, but {facts.name} is served with up to "
+                f"{reach} positions: a server that sizes its rotary table by the former fails behind it. Export again "
+                "for this target"
+            )
         yield from _unlike(exported.raw, {block + name: value for name, value in expected.items()})
     known = {name: value for name, value in identify(facts).items() if name not in ("name", "revision")}
     yield from _unlike(exported.raw, {f"target.{name}": value for name, value in known.items()})
@@ -246,8 +158,8 @@ def _unlike_target(exported: Exported, target: FrozenTarget, vocabulary: Tensor 
 
 def _unlike(raw: Mapping[str, Any], expected: Mapping[str, Any]) -> Iterator[str]:
     for path, value in expected.items():
-        stated = _lookup(raw, path)
-        if stated is not _MISSING and stated is not None and stated != value:
+        stated = lookup(raw, path)
+        if stated is not MISSING and stated is not None and stated != value:
             yield f"config.json states {path}={stated}, but the target implies {value}"
 
 

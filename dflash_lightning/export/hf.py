@@ -25,6 +25,10 @@ class HFExporter(Exporter):
     name = "hf"
     consumer = "transformers' generate()"
     read_in = "transformers 5.24.0 (generation/candidate_generator.py)"
+    plainly = (
+        "`generate()` fills whatever it is not told from the target's `generation_config`, so that this folder's own "
+        "is put in its place: greedy, with the target's stop tokens and nothing else."
+    )
     holds_anchor_first = True
     activations = tuple(ACTIVATIONS)
     carries = (SOURCE,)
@@ -42,7 +46,7 @@ class HFExporter(Exporter):
         ("auto_map.AutoModel",),
     )
 
-    def limits(self, config: DraftConfig, facts: ExportFacts) -> list[str]:
+    def limits(self, config: DraftConfig, facts: ExportFacts | None = None) -> list[str]:
         return super().limits(config, facts) + last_layer(config, self.consumer)
 
     def config(self, draft_config: DraftConfig, facts: ExportFacts) -> dict[str, Any]:
@@ -73,11 +77,12 @@ class HFExporter(Exporter):
         }
         return super().files(draft_config, facts) | {"generation_config.json": json.dumps(generation, indent=2) + "\n"}
 
-    def serve_command(self, draft_config: DraftConfig, target: str, folder: str) -> str:
+    def serve_command(self, draft_config: DraftConfig, facts: ExportFacts, *, target: str, folder: str) -> str:
         return (
-            "from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer\n"
+            "from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, GenerationConfig\n"
             f'tokenizer = AutoTokenizer.from_pretrained("{target}")\n'
-            f'target = AutoModelForCausalLM.from_pretrained("{target}")\n'
+            f'target = AutoModelForCausalLM.from_pretrained("{target}", dtype="{facts.target_dtype}")\n'
+            f'target.generation_config = GenerationConfig.from_pretrained("{folder}")\n'
             f'draft = AutoModel.from_pretrained("{folder}", trust_remote_code=True).to(target.device)\n'
             'inputs = tokenizer("def add(a, b):", return_tensors="pt").to(target.device)\n'
             'output = target.generate(**inputs, assistant_model=draft, speculation_type="dflash", max_new_tokens=64)\n'

@@ -18,6 +18,7 @@ from dflash_lightning.export.qwen3_layout import (
     required,
     windows_of,
 )
+from dflash_lightning.target.served import SERVERS_READ
 
 
 class SGLangExporter(Qwen3Layout):
@@ -29,8 +30,10 @@ class SGLangExporter(Qwen3Layout):
     name = "sglang"
     consumer = "SGLang"
     read_in = "sglang 0.5.23 (srt/models/dflash.py, srt/speculative/dflash_utils.py)"
+    applies = SERVERS_READ
+    plainly = "Send `input_ids` to `/generate` with a temperature of 0 in `sampling_params`: the default is 1."
 
-    def limits(self, config: DraftConfig, facts: ExportFacts) -> list[str]:
+    def limits(self, config: DraftConfig, facts: ExportFacts | None = None) -> list[str]:
         return super().limits(config, facts) + ascending(config, self.consumer)
 
     def read_layout(self, cfg: Qwen3Config, raw: Mapping[str, Any]) -> Conventions:
@@ -48,9 +51,10 @@ class SGLangExporter(Qwen3Layout):
             windows=windows_of(cfg),
         )
 
-    def serve_command(self, draft_config: DraftConfig, target: str, folder: str) -> str:
+    def serve_command(self, draft_config: DraftConfig, facts: ExportFacts, *, target: str, folder: str) -> str:
         # The number of draft tokens is the verify window here: the whole block, anchor included.
         return (
             f"python -m sglang.launch_server --model-path {target} --speculative-algorithm DFLASH "
             f"--speculative-draft-model-path {folder} --speculative-num-draft-tokens {draft_config.block_size}"
+            + (" --sampling-defaults openai" if self.applied(facts.served) else "")
         )

@@ -21,7 +21,8 @@ from dflash_lightning.export.qwen3_layout import (
     transformer_settings,
     windows_of,
 )
-from dflash_lightning.export.vllm import vllm_command
+from dflash_lightning.export.vllm import PLAINLY, vllm_command
+from dflash_lightning.target.served import SERVERS_READ
 
 LAYERS = "transformer_layer_config"
 HEAD = "lm_head.weight"
@@ -38,6 +39,9 @@ class SpeculatorsExporter(Exporter):
     name = "speculators"
     consumer = "speculators"
     read_in = "speculators 0.9.0 (models/dflash) and vllm 0.33.0 (transformers_utils/configs/speculators)"
+    server = "vLLM"
+    applies = SERVERS_READ
+    plainly = PLAINLY
     holds_reduced_vocabulary = True
     spellings = (
         ("speculators_model_type", "speculators_config.algorithm"),
@@ -55,7 +59,7 @@ class SpeculatorsExporter(Exporter):
         ("dtype",),
     )
 
-    def limits(self, config: DraftConfig, facts: ExportFacts) -> list[str]:
+    def limits(self, config: DraftConfig, facts: ExportFacts | None = None) -> list[str]:
         reasons = super().limits(config, facts) + ascending(config, "vLLM")
         if "sliding_attention" in config.layer_types:
             reasons.append(
@@ -64,6 +68,8 @@ class SpeculatorsExporter(Exporter):
             )
         if config.is_causal:
             reasons.append("its full-attention layers are causal, which speculators never is. Use --format vllm")
+        if facts is None:
+            return reasons
         if facts.head_bias and config.draft_vocab_size is not None:
             reasons.append("the target's language head has a bias, which a reduced head has no place for")
         if not facts.target.name:
@@ -136,5 +142,5 @@ class SpeculatorsExporter(Exporter):
             windows=windows_of(cfg),
         )
 
-    def serve_command(self, draft_config: DraftConfig, target: str, folder: str) -> str:
-        return vllm_command(draft_config, target, folder)
+    def serve_command(self, draft_config: DraftConfig, facts: ExportFacts, *, target: str, folder: str) -> str:
+        return vllm_command(draft_config, target, folder, plain=bool(self.applied(facts.served)))

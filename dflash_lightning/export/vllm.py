@@ -19,17 +19,25 @@ from dflash_lightning.export.qwen3_layout import (
     required,
     windows_of,
 )
+from dflash_lightning.target.served import SERVERS_READ
 
 # vLLM's counting: the state in front of decoder layer i, so layer i's output is number i + 1.
 AUX = "eagle_aux_hidden_state_layer_ids"
 
 
-def vllm_command(draft_config: DraftConfig, target: str, folder: str) -> str:
-    """The server's command line; the number of speculative tokens leaves the anchor out."""
+PLAINLY = "Send token ids as `prompt` to `/v1/completions` with a temperature of 0: the default is 1."
+
+
+def vllm_command(draft_config: DraftConfig, target: str, folder: str, *, plain: bool) -> str:
+    """The server's command line; the number of speculative tokens leaves the anchor out.
+
+    ``plain`` switches off the sampling settings of the target's own ``generation_config.json``.
+    """
     drafts = draft_config.alignment.num_drafts
     stated = json.dumps({"method": "dflash", "model": folder, "num_speculative_tokens": drafts})
     mixed = len(set(draft_config.layer_types)) > 1
-    return f"{'VLLM_USE_V2_MODEL_RUNNER=1 ' if mixed else ''}vllm serve {target} --speculative-config '{stated}'"
+    command = f"{'VLLM_USE_V2_MODEL_RUNNER=1 ' if mixed else ''}vllm serve {target} --speculative-config '{stated}'"
+    return command + (" --generation-config vllm" if plain else "")
 
 
 class VLLMExporter(Qwen3Layout):
@@ -38,9 +46,11 @@ class VLLMExporter(Qwen3Layout):
     name = "vllm"
     consumer = "vLLM"
     read_in = "vllm 0.33.0 (model_executor/models/qwen3_dflash.py, v1/worker/gpu/spec_decode)"
+    applies = SERVERS_READ
+    plainly = PLAINLY
     spellings = (*Qwen3Layout.spellings, (AUX,))
 
-    def limits(self, config: DraftConfig, facts: ExportFacts) -> list[str]:
+    def limits(self, config: DraftConfig, facts: ExportFacts | None = None) -> list[str]:
         return super().limits(config, facts) + ascending(config, self.consumer)
 
     def config(self, draft_config: DraftConfig, facts: ExportFacts) -> dict[str, Any]:
@@ -63,5 +73,5 @@ class VLLMExporter(Qwen3Layout):
             interleaved=not raw.get("is_neox_style", True),
         )
 
-    def serve_command(self, draft_config: DraftConfig, target: str, folder: str) -> str:
-        return vllm_command(draft_config, target, folder)
+    def serve_command(self, draft_config: DraftConfig, facts: ExportFacts, *, target: str, folder: str) -> str:
+        return vllm_command(draft_config, target, folder, plain=bool(self.applied(facts.served)))

@@ -20,12 +20,13 @@ from dflash_lightning.export.conventions import Drafting
 from dflash_lightning.export.faults import TOLERANCES, logit_error
 from dflash_lightning.export.formats import FORMATS
 from dflash_lightning.export.replay import REPLAY_FILE, RecordedPrompt, Replay, Replayer, digests, record
+from dflash_lightning.files import RECIPE_FILE
 from dflash_lightning.model import DraftModel
 from dflash_lightning.model_config import identify
 from dflash_lightning.model_files import file_names, write_folder
+from dflash_lightning.model_weights import check_tensors
 from dflash_lightning.target import FrozenTarget, check_mask_token_id
-
-RECIPE_FILE = "recipe.yaml"  # by which a run's folder is known; the part that names it must not be imported here
+from dflash_lightning.target.served import served_positions
 
 
 def export(
@@ -39,39 +40,48 @@ def export(
     max_new_tokens: int = 48,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     report: Mapping[str, Any] | None = None,
+    trained_length: int | None = None,
     replace: bool = False,
-) -> None:
+) -> ExportFacts:
     """Write ``draft`` to ``folder`` for the consumer called ``format``, with a replay of ``prompts`` and a model card.
 
-    ``report`` is the measurement of this very drafter, or null: the card states no number that was not measured.
+    ``report`` is the measurement of this very drafter (see ``card.measured``), or null: the card states no number that
+    was not measured. ``trained_length`` is how many tokens its longest training rows had. What was written about the
+    target is returned, for ``serving``.
 
     Raises:
         ValueError: the format cannot hold the drafter, the drafter is not the target's, or
             ``check_place`` refuses the folder.
         OSError: it could not be written; what was there before is unchanged.
     """
-    exporter = _find(format, dtype)
+    exporter = check_format(draft.config, format, dtype)
     check_place(folder, replace=replace)
     target.check_draft(draft.config)
     check_mask_token_id(draft.config.mask_token_id, target)
     config = _own_config(draft.config, target, chat_template_kwargs or {})
     vocabulary = None if config.draft_vocab_size is None else draft.draft_vocab.cpu()
+    if trained_length is None and draft.config.max_position_embeddings < config.max_position_embeddings:
+        trained_length = draft.config.max_position_embeddings  # those of the target that it was trained for
     facts = ExportFacts.of(
-        target, dtype=dtype, draft_vocab=vocabulary, chat_template_kwargs=config.chat_template_kwargs
+        target,
+        dtype=dtype,
+        draft_vocab=vocabulary,
+        chat_template_kwargs=config.chat_template_kwargs,
+        trained_length=trained_length,
     )
     _refuse_what_it_cannot_hold(exporter, config, facts)
     rounded = _rounded(draft, DTYPES[dtype]).to(target.device)  # type: ignore[arg-type]
     tensors = exporter.tensors(_state(rounded, DTYPES[dtype]), facts)
+    check_tensors(tensors, "draft")
     raw = exporter.config(config, facts)
     recorded = record(target, rounded, prompts, max_new_tokens=max_new_tokens)
     _prove(exporter, raw, tensors, recorded, target)
-    replay = Replay(
-        exporter.name, identify(target.facts), str(target.dtype).removeprefix("torch."), recorded, digests(tensors)
-    )
+    replay = Replay(exporter.name, identify(target.facts), facts.target_dtype, recorded, digests(tensors))
     card = model_card(exporter, config, facts, folder=str(folder), report=report)
     files = exporter.files(config, facts) | {"README.md": card}
     files |= {"config.json": _json(raw), REPLAY_FILE: _json(replay.as_json(), indent=None)}
     write_folder(folder, lambda place: _write(place, tensors, files))
+    return facts
 
 
 def check_place(folder: Path, *, replace: bool, source: Path | None = None) -> None:
@@ -103,12 +113,19 @@ def check_place(folder: Path, *, replace: bool, source: Path | None = None) -> N
         )
 
 
-def _find(format: str, dtype: str) -> Exporter:
+def check_format(config: DraftConfig, format: str, dtype: str) -> Exporter:
+    """The exporter, once it is known that it can hold the drafter as far as its configuration tells.
+
+    Raises:
+        ValueError: no such format or dtype, or the format cannot hold the drafter whatever the target is.
+    """
     if format not in FORMATS:
         raise ValueError(f"--format: {format!r} is unknown. Use one of {list(FORMATS)}.")
     if dtype not in DTYPES:
         raise ValueError(f"--weights: {dtype!r} is unknown. Use one of {list(DTYPES)}.")
-    return FORMATS[format]
+    exporter = FORMATS[format]
+    _refuse_what_it_cannot_hold(exporter, config, None)
+    return exporter
 
 
 def _own_config(config: DraftConfig, target: FrozenTarget, chat_template_kwargs: Mapping[str, Any]) -> DraftConfig:
@@ -116,11 +133,13 @@ def _own_config(config: DraftConfig, target: FrozenTarget, chat_template_kwargs:
     own = copy.deepcopy(config)
     own.target = identify(target.facts)
     own.num_target_layers, own.vocab_size = target.facts.num_layers, target.facts.vocab_size
+    # Servers size the drafter's rotary table by this: it must reach as far as the target is served.
+    own.max_position_embeddings = max(own.max_position_embeddings, served_positions(target))
     own.chat_template_kwargs = dict(chat_template_kwargs) or own.chat_template_kwargs
     return own
 
 
-def _refuse_what_it_cannot_hold(exporter: Exporter, config: DraftConfig, facts: ExportFacts) -> None:
+def _refuse_what_it_cannot_hold(exporter: Exporter, config: DraftConfig, facts: ExportFacts | None) -> None:
     if reasons := exporter.limits(config, facts):
         raise ValueError(f"--format {exporter.name} cannot hold this drafter: {'; '.join(reasons)}.")
 

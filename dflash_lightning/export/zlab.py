@@ -19,9 +19,11 @@ class ZLabExporter(Qwen3Layout):
     name = "zlab"
     consumer = "z-lab's dflash"
     read_in = "dflash 0.1.0 (model.py)"
+    applies = ()
+    plainly = "Its loop reads no generation_config and is greedy unless a temperature is given."
     activations = tuple(ACTIVATIONS)
 
-    def limits(self, config: DraftConfig, facts: ExportFacts) -> list[str]:
+    def limits(self, config: DraftConfig, facts: ExportFacts | None = None) -> list[str]:
         return super().limits(config, facts) + last_layer(config, self.consumer)
 
     def read_layout(self, cfg: Qwen3Config, raw: Mapping[str, Any]) -> Conventions:
@@ -37,5 +39,5 @@ class ZLabExporter(Qwen3Layout):
             embedding_scale=float(settings.get("input_embedding_scale", 1.0)),
         )
 
-    def serve_command(self, draft_config: DraftConfig, target: str, folder: str) -> str:
+    def serve_command(self, draft_config: DraftConfig, facts: ExportFacts, *, target: str, folder: str) -> str:
         return f'dflash generate transformers --model {target} --draft {folder} "Write a haiku about caches."'

@@ -25,7 +25,13 @@ class CrossEntropy(LossTerm):
 
     name: ClassVar[str] = "cross_entropy"
 
-    def __init__(self, *, decay: float | int | None = None, coefficient: float | int = 1.0, view: str = "main") -> None:
+    def __init__(
+        self,
+        *,
+        decay: float | int | None = None,  # slots over which the weight falls to 1/e; null weighs all alike
+        coefficient: float | int = 1.0,  # weight of the term in the sum
+        view: str = "main",  # which of the head's distributions is scored
+    ) -> None:
         if decay is not None and not decay > 0:
             raise ValueError(
                 f"loss.decay: {decay} does not decay. It is the number of slots over which the weight falls to 1/e: "

@@ -20,11 +20,13 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from dflash_lightning.lazy import LazyModule
 from dflash_lightning.ops.context import KVSource
-from dflash_lightning.ops.flex_block_attention import flex_block_attention
 from dflash_lightning.ops.norm import compute_dtype
 
 CHUNK_SLOTS = 64  # slots of one chunk: matrices large enough for the CPU, context slices narrow enough to skip the rest
+# CUDA only; it brings the compiler along, which eager decoding on a CPU has no use for.
+_FLEX = LazyModule("dflash_lightning.ops.flex_block_attention")
 
 
 def block_attention(
@@ -65,7 +67,9 @@ def block_attention(
         with torch.autocast(q.device.type, enabled=False):
             return _attend(q, k_own, v_own, own, parts, scale)[0]
     if q.is_cuda:
-        return flex_block_attention(q, k_own, v_own, keys, values, sources, causal=causal, window=window, scale=scale)
+        return _FLEX.flex_block_attention(
+            q, k_own, v_own, keys, values, sources, causal=causal, window=window, scale=scale
+        )
     plan = _Plan(sources, own, window, scale, _plan_chunks(sources, q, window))
     return _ChunkedAttention.apply(plan, q, k_own, v_own, *keys, *values)
 

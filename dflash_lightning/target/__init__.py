@@ -1,11 +1,31 @@
-"""The frozen target: loading, features, embeddings, language head, and the cache with rollback that decoding needs."""
+"""The frozen target: loading, features, embeddings, language head, and the cache with rollback that decoding needs.
 
-from dflash_lightning.target.adapter import TargetAdapter
-from dflash_lightning.target.facts import check_layer_ids, sample_rows
-from dflash_lightning.target.frozen import FrozenTarget
-from dflash_lightning.target.load import load_target, load_text
-from dflash_lightning.target.mask_token import check_mask_token_id, choose_mask_token_id
-from dflash_lightning.target.text import TargetText
+Names load on first use (``lazy.py``): a command that needs one of them should not pay for all.
+"""
+
+from typing import TYPE_CHECKING
+
+from dflash_lightning.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from dflash_lightning.target.adapter import TargetAdapter
+    from dflash_lightning.target.facts import check_layer_ids, sample_rows
+    from dflash_lightning.target.frozen import FrozenTarget
+    from dflash_lightning.target.load import load_target, load_text
+    from dflash_lightning.target.mask_token import check_mask_token_id, choose_mask_token_id
+    from dflash_lightning.target.text import TargetText
+
+_HOME = {
+    "FrozenTarget": "dflash_lightning.target.frozen",
+    "TargetAdapter": "dflash_lightning.target.adapter",
+    "TargetText": "dflash_lightning.target.text",
+    "check_layer_ids": "dflash_lightning.target.facts",
+    "check_mask_token_id": "dflash_lightning.target.mask_token",
+    "choose_mask_token_id": "dflash_lightning.target.mask_token",
+    "load_target": "dflash_lightning.target.load",
+    "load_text": "dflash_lightning.target.load",
+    "sample_rows": "dflash_lightning.target.facts",
+}
 
 __all__ = [
     "FrozenTarget",
@@ -18,3 +38,5 @@ __all__ = [
     "load_text",
     "sample_rows",
 ]
+
+__getattr__ = lazy_names(__name__, _HOME)

@@ -18,6 +18,7 @@ from dflash_lightning.target.cache import RowCache
 from dflash_lightning.target.families import Anatomy, causal_lm_class
 from dflash_lightning.target.frozen import FrozenTarget
 from dflash_lightning.target.masks import ragged_mask
+from dflash_lightning.target.room import check_room
 from dflash_lightning.target.trunk import Trunk
 from dflash_lightning.types import FeatureSpec, TargetFeatures
 
@@ -122,11 +123,7 @@ class TargetAdapter:
         assert lengths, "prefill needs a prompt"
         if min(lengths) == 0:
             raise ValueError(f"prompt {lengths.index(0)} is empty. Give at least one token, for example the bos token.")
-        if max(lengths) > self.facts.max_positions:
-            raise ValueError(
-                f"prompt {lengths.index(max(lengths))} has {max(lengths)} tokens, but {self.facts.name} has "
-                f"{self.facts.max_positions} positions. Shorten it."
-            )
+        check_room(lengths, self.facts.max_positions, self.facts.name, max_new_tokens=0)
 
 
 def _decoding_copy(target: FrozenTarget, *, packed: bool) -> Anatomy:
@@ -142,9 +139,14 @@ def _decoding_copy(target: FrozenTarget, *, packed: bool) -> Anatomy:
 
 
 def _decoding_attention(target: FrozenTarget) -> str:
-    """Kernels that take no ragged masks (flash, flex) give way to sdpa, or to eager in families without sdpa."""
+    """Kernels that take no ragged masks (flash, flex) give way to sdpa, or to eager in families without sdpa.
+
+    A family that does not look its attention up by name (Falcon) compares the name with "sdpa", and would take any
+    other one for eager, whose masks are added.
+    """
     config = target.model.config
     model_class = causal_lm_class(config)
     if config._attn_implementation == "eager" or model_class is None or not model_class._supports_sdpa:
         return "eager"
-    return GROUPED_SDPA if target.device.type == "cpu" else "sdpa"
+    by_name = model_class._supports_attention_backend
+    return GROUPED_SDPA if target.device.type == "cpu" and by_name else "sdpa"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -12,28 +13,17 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from dflash_lightning.target.families import embedding_scale, rope_settings, setting
+from dflash_lightning import layer_ids as layers
+from dflash_lightning.target.families import embedding_scale, length_limit, rope_settings, setting
+from dflash_lightning.target.turn_end import template_stop_id
 from dflash_lightning.types import TargetFacts
+
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length")  # as families spell it
 
 
 def check_layer_ids(layer_ids: Iterable[int], facts: TargetFacts) -> None:
-    """Refuse ids that are not decoder layers of the target, or named twice, before anything is computed.
-
-    Raises:
-        ValueError: says which id is wrong, what is allowed, and ids that would work.
-    """
-    ids, n = list(layer_ids), facts.num_layers
-    count = min(max(len(ids), 1), n)
-    evenly = sorted({round((j + 1) * n / (count + 1)) - 1 if n > count else j for j in range(count)})
-    advice = f"Leave it null for the method's own choice, or use for example {[max(i, 0) for i in evenly]}."
-    for i in ids:
-        if not 0 <= i < n:
-            raise ValueError(
-                f"conditioning.target_layer_ids: {ids} asks for layer {i}, but {facts.name} has {n} decoder layers "
-                f"(0..{n - 1}; id i is the output of layer i). {advice}"
-            )
-    if len(set(ids)) != len(ids):
-        raise ValueError(f"conditioning.target_layer_ids: {ids} names a layer twice. {advice}")
+    """Refuse ids that are not decoder layers of the target; see ``layer_ids.check_layer_ids``."""
+    layers.check_layer_ids(layer_ids, facts.num_layers, name=facts.name)
 
 
 def make_facts(
@@ -45,22 +35,38 @@ def make_facts(
     stop_ids: tuple[int, ...],
 ) -> TargetFacts:
     """Sizes and names of a target under one spelling for all families, digest of the weights included."""
-    config, get = model.config, setting
     embedding: Any = model.get_input_embeddings()
-    num_heads = config.num_attention_heads
-    facts = TargetFacts(
+    facts = config_facts(
+        model.config, tokenizer, name=name, revision=revision, stop_ids=stop_ids, vocab_size=len(embedding.weight)
+    )
+    return replace(facts, digest=_digest(model, facts))
+
+
+def config_facts(
+    config: PretrainedConfig,
+    tokenizer: PreTrainedTokenizerBase | None,
+    *,
+    name: str,
+    revision: str | None,
+    stop_ids: tuple[int, ...],
+    vocab_size: int,
+) -> TargetFacts:
+    """What the configuration of a target tells of it, before its weights are there; the digest is left empty."""
+    get = setting
+    num_heads, hidden_size = get(config, "num_attention_heads"), get(config, "hidden_size")
+    return TargetFacts(
         name=name,
         revision=revision,
         digest="",
         model_type=config.model_type,
-        vocab_size=len(embedding.weight),
+        vocab_size=vocab_size,
         num_tokens=0 if tokenizer is None else len(tokenizer),
-        hidden_size=config.hidden_size,
-        intermediate_size=get(config, "intermediate_size", "n_inner", default=4 * config.hidden_size),
+        hidden_size=hidden_size,
+        intermediate_size=get(config, "intermediate_size", "n_inner", default=4 * hidden_size),
         num_layers=config.num_hidden_layers,
         num_heads=num_heads,
         num_kv_heads=get(config, "num_key_value_heads", default=num_heads),
-        head_dim=get(config, "head_dim", default=config.hidden_size // num_heads),
+        head_dim=get(config, "head_dim", default=hidden_size // num_heads),
         hidden_act=get(config, "hidden_act", "hidden_activation", "activation_function", default="silu"),
         rms_norm_eps=get(config, "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", default=1e-6),
         rope_parameters=rope_settings(config),
@@ -70,7 +76,6 @@ def make_facts(
         eos_token_ids=stop_ids,
         pad_token_id=config.pad_token_id if tokenizer is None else tokenizer.pad_token_id,
     )
-    return replace(facts, digest=_digest(model, facts))
 
 
 def _digest(model: nn.Module, facts: TargetFacts, samples: int = 16) -> str:
@@ -105,17 +110,53 @@ def strange_rows(weight: Float[Tensor, "V H"], rows: Mapping[str, list[float]]) 
 
 
 def find_stop_ids(
-    config: PretrainedConfig, generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase | None
+    config: PretrainedConfig,
+    generation: GenerationConfig | None,
+    tokenizer: PreTrainedTokenizerBase | None,
+    *,
+    name: str = "the target",
 ) -> tuple[int, ...]:
-    """Every id that ends a generation: what generation config, model config and tokenizer name, united."""
+    """Every id that ends a generation: what generation config, model config and tokenizer name, united.
+
+    The token that the chat template writes behind an answer is one too, whether or not any of them names it; a warning
+    says where none does.
+    """
     named = [generation.eos_token_id if generation is not None else None]
     named += [config.eos_token_id, None if tokenizer is None else tokenizer.eos_token_id]
     found: set[int] = set()
     for entry in named:
         found.update(entry if isinstance(entry, list) else [] if entry is None else [entry])
+    end = template_stop_id(tokenizer)
+    if end is not None and end not in found:
+        assert tokenizer is not None
+        text = tokenizer.convert_ids_to_tokens(end)
+        warnings.warn(
+            f"target: the chat template of {name} ends an answer with {text} ({end}), which neither its "
+            f"generation_config.json nor its config.json nor its tokenizer names as end. Answers stop there all the "
+            "same; servers may not: add it to eos_token_id in generation_config.json.",
+            stacklevel=3,
+        )
+        found.add(end)
     return tuple(sorted(found))
 
 
 def max_positions(config: PretrainedConfig) -> int:
-    """The longest row that the model was made for; very many where its configuration names no bound."""
-    return setting(config, "max_position_embeddings", default=1 << 20)
+    """The longest row that the target is used for; very many where its configuration names no bound.
+
+    That is what the model was made for, but never more than ``length_limit``: beyond it the features of a short row
+    would depend on the rows beside it, and those of a long one on how far its decoding has come.
+    """
+    stated, limit = int(setting(config, *_POSITIONS, default=1 << 20)), length_limit(config)
+    return stated if limit is None else min(stated, limit.positions)
+
+
+def warn_of_limit(config: PretrainedConfig, name: str) -> None:
+    """Say that a target is used for fewer positions than its configuration states, and why."""
+    stated, limit = int(setting(config, *_POSITIONS, default=1 << 20)), length_limit(config)
+    if limit is not None and limit.positions < stated:
+        warnings.warn(
+            f"target: {name} {limit.reason} as soon as a row is longer than {limit.positions} positions, so that a row "
+            f"would depend on those beside it. It is used up to {limit.positions} positions of its {stated}: longer "
+            "documents, prompts and answers are refused.",
+            stacklevel=3,
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,17 +19,40 @@ VERIFIED_FAMILIES = (
 
 _ATTENTION_KINDS = ("full_attention", "sliding_attention")
 _ALIBI_FAMILIES = ("bloom", "mpt")
+# Families that would be decoded wrongly, and why; all others are swept by a test.
+_UNFIT = {
+    "dory": "it scales every logit by a factor of its own, which drafters do not know",
+    "gpt_neo": "it masks by the number of cached rows instead of positions, so rows of a ragged batch see later tokens",
+    "moshi": "its forward looks at all tokens while its cache keeps a window of them, so that its own generate differs",
+}
 _LAYER_LIST_NAMES = ("layers", "h", "blocks")
 _FINAL_NORM_NAMES = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f")
+_SWITCHING_ROPES = ("longrope", "su")  # "su" is what Phi-3's first files call it
+_SPAN_NAME = re.compile(r"^(?!.*(layer|pattern|num_)).*(window|chunk)")
 
 
 def setting(config: PretrainedConfig, *names: str, default: Any = None) -> Any:
-    """First of the settings ``names`` that the configuration has, not null: families spell them differently."""
+    """First of the settings ``names`` that the configuration has, not null: families spell them differently.
+
+    Of a setting that differs from layer to layer it is the one that most layers have.
+    """
     for name in names:
-        value = getattr(config, name, None)
+        try:
+            value = getattr(config, name, None)
+        except RuntimeError:  # transformers refuses to name one value of a setting that single layers override
+            value = config.__dict__.get(name)
         if value is not None:
             return value
     return default
+
+
+def varies(config: PretrainedConfig, name: str) -> bool:
+    """Whether single layers override the setting ``name``."""
+    try:
+        getattr(config, name, None)
+    except RuntimeError:
+        return True
+    return False
 
 
 def refuse(config: PretrainedConfig, source: str, reason: str, advice: str) -> ValueError:
@@ -67,6 +91,10 @@ def check_family(config: PretrainedConfig, source: str) -> None:
         raise refuse(
             config, source, "it counts positions from the attention mask (ALiBi), so rows cannot be packed", other
         )
+    if varies(config, "sliding_window"):
+        raise refuse(config, source, "its layers have windows of different sizes", other)
+    if config.model_type in _UNFIT:
+        raise refuse(config, source, _UNFIT[config.model_type], other)
     if setting(config, "num_kv_shared_layers", default=0):
         raise refuse(config, source, "its layers share key-value states", other)
     if model_class is None and "AutoModelForCausalLM" not in setting(config, "auto_map", default={}):
@@ -118,9 +146,22 @@ def find_anatomy(model: PreTrainedModel, source: str) -> Anatomy:
         raise refuse(model.config, source, reason, advice)
     if "position_ids" not in inspect.signature(decoder.forward).parameters:
         raise refuse(model.config, source, "its decoder takes no position_ids, so rows cannot be packed", advice)
-    if not isinstance(model.get_output_embeddings(), nn.Linear):
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if not isinstance(head, nn.Linear):
         raise refuse(model.config, source, "its language head is not one linear layer", advice)
+    if not head.weight.is_floating_point():
+        reason = "its language head is quantised, and drafters need its rows"
+        raise refuse(model.config, source, reason, "Use a checkpoint whose lm_head is not quantised.")
+    widths = (model.config.hidden_size, head.in_features, _width(embedding))
+    if len(set(widths)) != 1:
+        reason = f"its layers are {widths[0]} wide, its head {widths[1]} and its embedding {widths[2]}"
+        raise refuse(model.config, source, reason, advice)
     return Anatomy(decoder, lists[0], norms[0])
+
+
+def _width(embedding: nn.Module) -> int | None:
+    weight = getattr(embedding, "weight", None)
+    return weight.shape[1] if isinstance(weight, torch.Tensor) and weight.ndim == 2 else None
 
 
 def check_structure(config: PretrainedConfig, source: str) -> None:
@@ -134,7 +175,7 @@ def check_structure(config: PretrainedConfig, source: str) -> None:
 
 def embedding_scale(config: PretrainedConfig) -> float:
     """What the family multiplies its embedding rows with inside the model."""
-    if config.model_type.startswith("gemma"):
+    if "gemma" in config.model_type:  # VaultGemma too
         return float(config.hidden_size) ** 0.5
     return float(setting(config, "embedding_multiplier", "scale_emb", default=1.0))
 
@@ -157,6 +198,39 @@ def rope_settings(config: PretrainedConfig) -> dict[str, Any]:
     found = setting(config, "rope_parameters", default={})
     nested = found.get("full_attention", found)
     return dict(nested) if nested else {"rope_type": "default", "rope_theta": 10000.0}
+
+
+def attention_spans(config: PretrainedConfig) -> list[int]:
+    """Every number of the configuration that bounds how far a layer looks: windows and chunks, whatever their names."""
+    values = {name: value for name, value in config.to_dict().items() if _SPAN_NAME.search(name)}
+    return sorted({v for v in values.values() if isinstance(v, int) and not isinstance(v, bool) and v > 0})
+
+
+@dataclass(frozen=True)
+class LengthLimit:
+    """Up to ``positions`` a row is computed alike whatever stands beside it; ``reason`` is what changes beyond."""
+
+    positions: int
+    reason: str
+
+
+def length_limit(config: PretrainedConfig) -> LengthLimit | None:
+    """Where the model begins to compute a whole forward otherwise because one of its rows is long; null if nowhere.
+
+    LongRoPE then rotates *all* positions with other frequencies, those of the short rows in the batch too. Doge masks
+    keys by rank among all keys of the forward. ("dynamic" RoPE changes too, but only past
+    ``max_position_embeddings``, where nothing goes.)
+    """
+    found = setting(config, "rope_parameters", "rope_scaling", default={})
+    lengths = []
+    for rope in [found, *found.values()]:
+        if isinstance(rope, dict) and rope.get("rope_type", rope.get("type")) in _SWITCHING_ROPES:
+            length = rope.get("original_max_position_embeddings")
+            lengths.append(length or setting(config, "original_max_position_embeddings", "max_position_embeddings"))
+    limits = [LengthLimit(int(length), "rotates with other frequencies (LongRoPE)") for length in lengths if length]
+    if (kept := setting(config, "keep_window_size")) is not None:
+        limits.append(LengthLimit(int(kept), "masks keys by their rank among all keys"))
+    return min(limits, key=lambda limit: limit.positions, default=None)
 
 
 def sliding_window(config: PretrainedConfig) -> int | None:

@@ -17,6 +17,16 @@ from dflash_lightning.ops.lm_head import LanguageHead
 from dflash_lightning.ops.plain_mode import plain_mode
 from dflash_lightning.target import families
 from dflash_lightning.target.facts import check_layer_ids, find_stop_ids, make_facts, strange_rows
+from dflash_lightning.target.intact import (
+    SHORT,
+    TAIL,
+    Intact,
+    check_finite,
+    probe_length,
+    run_intact,
+    token_errors,
+    typical_error,
+)
 from dflash_lightning.target.masks import is_packed, packed_mask
 from dflash_lightning.target.text import TargetText
 from dflash_lightning.target.trunk import Trunk
@@ -45,8 +55,9 @@ class FrozenTarget:
         self.model = model.requires_grad_(False).eval()
         self.tokenizer = tokenizer
         self.anatomy = families.find_anatomy(model, name)
-        self.stop_ids = find_stop_ids(model.config, model.generation_config, tokenizer)
+        self.stop_ids = find_stop_ids(model.config, model.generation_config, tokenizer, name=name)
         self.facts = make_facts(model, tokenizer, name=name, revision=revision, stop_ids=self.stop_ids)
+        self._limit = families.length_limit(model.config)
         self._trunks: dict[FeatureSpec, Trunk] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -90,8 +101,11 @@ class FrozenTarget:
         self.model.to(device)
         return self
 
-    def check_draft(self, config: DraftConfig) -> None:
+    def check_draft(self, config: DraftConfig, *, relative: bool = False) -> None:
         """Refuse a drafter that was made for another target.
+
+        ``relative`` lets one through that fits this target in shape: a drafter of the model that this one was
+        fine-tuned from, say, to see what it is worth here.
 
         Raises:
             ValueError: vocabulary rows, hidden size, number of layers, tapped layers or the digest of the weights
@@ -104,17 +118,22 @@ class FrozenTarget:
             "number of layers": (config.num_target_layers, facts.num_layers),
             "digest of the weights": (config.target.get("digest", facts.digest), facts.digest),
         }
+        if relative:
+            del pairs["digest of the weights"]
         made_for = config.target.get("name", "another target")
         for what, (theirs, ours) in pairs.items():
             if theirs is not None and theirs != ours:
-                rounded = what.startswith("digest") and self.dtype == torch.float16
+                weights = what.startswith("digest")
+                rounded = weights and self.dtype == torch.float16
                 raise ValueError(
                     f"draft: made for {made_for} with {what} {theirs}, but the target {facts.name} has {ours}. "
                     f"Give the target it was made for, or train a drafter for {facts.name}."
                     + (" Is it that target, only rounded to float16? Then drop --dtype." if rounded else "")
+                    + (" To see what it is worth on this one all the same: --other-target." if weights else "")
                 )
         check_layer_ids(config.target_layer_ids, facts)
-        self._check_copies(config.target, made_for)
+        if not relative:
+            self._check_copies(config.target, made_for)
 
     def _check_copies(self, made_for: Mapping[str, Any], name: str) -> None:
         """Hold what a drafter's file says of its target's embedding and head against this target's."""
@@ -160,10 +179,24 @@ class FrozenTarget:
         Documents of a packed row are told apart by ``position_ids`` that restart, and never see one another; ``packed``
         says whether there are such rows (null looks, which waits for a GPU). Runs without gradients, autocast or cache;
         the result is made of normal tensors even under ``inference_mode``.
+
+        Raises:
+            ValueError: the spec asks for nothing or for layers that are not there, or a row goes past the target's
+                ``length_limit``.
         """
         with plain_mode(self.device):
+            self._check_positions(position_ids)
             packed = is_packed(position_ids) if packed is None else packed
             return self._features(input_ids.to(self.device), position_ids.to(self.device), spec, packed)
+
+    def _check_positions(self, position_ids: Int[Tensor, "B S"]) -> None:
+        """Only where one long row would silently change all others, because this may wait for a GPU."""
+        limit = self._limit
+        if limit is not None and position_ids.numel() and (last := int(position_ids.max())) >= limit.positions:
+            raise ValueError(
+                f"features: a row reaches position {last}, but {self.facts.name} {limit.reason} beyond "
+                f"{limit.positions} positions, in all rows. Shorten it."
+            )
 
     def _features(self, input_ids: Tensor, position_ids: Tensor, spec: FeatureSpec, packed: bool) -> TargetFeatures:
         trunk = self._trunk(spec)
@@ -184,53 +217,85 @@ class FrozenTarget:
             self._trunks[spec] = Trunk(self.anatomy, spec)
         return self._trunks[spec]
 
+    # -- start-up self-check ------------------------------------------------------------------------------------------
+
     def check(self) -> None:
-        """Start-up self-check on a few tokens that features and head are what the model itself computes.
+        """Start-up self-check on a few tokens: features, head and packing are what the intact model computes.
+
+        It costs four to five forwards of about eight tokens (a few dozen more where the model has a small window).
 
         Raises:
-            ValueError: the family scales or caps its logits in a way unknown here, or leaks across packed documents.
+            ValueError: weights or results are not finite; features are not what the decoder layers return; the family
+                scales or caps its logits in a way unknown here, or leaks across packed documents.
         """
-        self.check_head()
-        self.check_packing()
+        intact = self.run_intact_probe()
+        check_finite(self.model, intact, self.facts.name)
+        self.check_features(intact)
+        self.check_head(intact)
+        self.check_packing(intact)
 
-    @torch.no_grad()
-    def check_head(self) -> None:
-        """The head applied to ``last_hidden`` must give the model's own logits (un-normed states train badly)."""
-        ids, positions = self._probe(4)
-        hidden = self.features(ids, positions, FeatureSpec(last_hidden=True)).last_hidden
-        assert hidden is not None
-        expected = self.model(input_ids=ids, position_ids=positions, use_cache=False).logits.float()
-        error = _relative_error(self.lm.logits(hidden).float(), expected)
-        if error > self._tolerance:
+    def check_features(self, intact: Intact | None = None) -> None:
+        """Features must be what the layers of the intact model return, also where the forward stops early."""
+        intact = intact or self.run_intact_probe()
+        layers = tuple(range((self.facts.num_layers + 1) // 2))
+        found = self.features(intact.ids, self._positions(intact.ids), FeatureSpec(layers)).hidden[0]
+        errors = [token_errors(found[:, i], intact.outputs[i][0]).max() for i in layers]
+        error = float(torch.stack(errors).max())
+        if not error <= self.tolerance:
             raise ValueError(
-                f"target: logits of {self.facts.name} (family {self.facts.model_type!r}) are not its language head "
-                f"applied to its last hidden state (relative difference {error:.1e}, allowed {self._tolerance:.0e}). "
-                "The family does something with logits that is unknown here: use a verified family "
-                f"({', '.join(families.VERIFIED_FAMILIES)})."
+                f"target: features of {self.facts.name} (family {self.facts.model_type!r}) are not what its decoder "
+                f"layers return in its own forward (relative difference {error:.1e}, allowed {self.tolerance:.0e}). "
+                f"The family's decoder works in a way unknown here: {self._use_another}"
             )
 
-    def check_packing(self) -> None:
-        """Two documents in one row must have the features that each has by itself."""
-        spec = FeatureSpec((self.facts.num_layers - 1,))
-        ids, positions = self._probe(7)
-        packed_positions = torch.cat([positions[:, :4], positions[:, :3]], dim=1)
-        packed = self.features(ids, packed_positions, spec).hidden
-        alone = [self.features(ids[:, a:b], positions[:, : b - a], spec).hidden for a, b in ((0, 4), (4, 7))]
-        error = _relative_error(packed.float(), torch.cat(alone, dim=1).float())
-        if error > self._tolerance:
+    def check_head(self, intact: Intact | None = None) -> None:
+        """The head applied to ``last_hidden`` must give the model's own logits (un-normed states train badly)."""
+        intact = intact or self.run_intact_probe()
+        hidden = self.features(intact.ids, self._positions(intact.ids), FeatureSpec(last_hidden=True)).last_hidden
+        assert hidden is not None
+        error = float(token_errors(self.lm.logits(hidden)[0], intact.logits[0]).max())
+        if not error <= self.tolerance:
+            raise ValueError(
+                f"target: logits of {self.facts.name} (family {self.facts.model_type!r}) are not its language head "
+                f"applied to its last hidden state (relative difference {error:.1e}, allowed {self.tolerance:.0e}). "
+                f"The family does something with logits that is unknown here: {self._use_another}"
+            )
+
+    def check_packing(self, intact: Intact | None = None) -> None:
+        """Two documents in one row must have the features that each has by itself, past a small window too."""
+        intact = intact or self.run_intact_probe()
+        spec, ids = FeatureSpec((self.facts.num_layers - 1,)), intact.ids
+        tail, length = ids[:, :TAIL], ids.shape[1]
+        positions = torch.cat([self._positions(ids), self._positions(tail)], dim=1)
+        packed = self.features(torch.cat([ids, tail], dim=1), positions, spec).hidden[0, :, 0]
+        alone = self.features(tail, self._positions(tail), spec).hidden[0, :, 0]
+        errors = token_errors(packed, torch.cat([intact.outputs[-1][0], alone]))
+        error = typical_error(errors, [slice(0, SHORT), slice(max(0, length - SHORT), length), slice(length, None)])
+        if not error <= self.tolerance:
             raise ValueError(
                 f"target: {self.facts.name} (family {self.facts.model_type!r}, attention "
-                f"{self.model.config._attn_implementation!r}) lets packed documents see one another (relative "
-                f"difference {error:.1e}). Use target.attn_implementation=sdpa or eager."
+                f"{self.model.config._attn_implementation!r}) lets packed documents see one another, or sees other "
+                f"tokens of a packed document than of one alone (relative difference {error:.1e}). Use "
+                "target.attn_implementation=sdpa or eager; where that does not help, use a verified family."
             )
 
     @property
-    def _tolerance(self) -> float:
-        return 1e-3 if self.dtype == torch.float32 else 5e-2
+    def _use_another(self) -> str:
+        return f"use a verified family ({', '.join(families.VERIFIED_FAMILIES)})."
 
-    def _probe(self, length: int) -> tuple[Int[Tensor, "1 S"], Int[Tensor, "1 S"]]:
-        positions = torch.arange(length, device=self.device)[None]
-        return (positions * 37 + 3) % self.facts.vocab_size, positions
+    @property
+    def tolerance(self) -> float:
+        """Relative difference that rounding alone explains."""
+        return 1e-3 if self.dtype == torch.float32 else 1e-1
+
+    def run_intact_probe(self) -> Intact:
+        """A few tokens through the model as it was loaded."""
+        positions = torch.arange(probe_length(self.model.config, self.facts.max_positions), device=self.device)[None]
+        with plain_mode(self.device):
+            return run_intact(self.model, self.anatomy.layers, (positions * 37 + 3) % self.facts.vocab_size)
+
+    def _positions(self, ids: Int[Tensor, "1 S"]) -> Int[Tensor, "1 S"]:
+        return torch.arange(ids.shape[1], device=ids.device)[None]
 
 
 def check_one_device(devices: Iterable[Any]) -> None:
@@ -249,7 +314,3 @@ def check_one_device(devices: Iterable[Any]) -> None:
             "head are needed on one device. Name one (target.device_map={'': 0}, or target.device=cuda), load a "
             "smaller dtype (target.dtype=bfloat16), or choose a smaller target."
         )
-
-
-def _relative_error(found: Tensor, expected: Tensor) -> float:
-    return float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-6))

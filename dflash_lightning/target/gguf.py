@@ -11,6 +11,7 @@ import hashlib
 import shutil
 import tempfile
 import warnings
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 
 from dflash_lightning.files import cache_folder
+from dflash_lightning.target.checkpoint import load_model
 
 _NEEDED = ("gguf", "accelerate")
 _DONE = "complete"  # written last: a folder without it is not read
@@ -47,6 +49,11 @@ def cached_folder(file: Path) -> Path:
 
 def is_complete(folder: Path) -> bool:
     return (folder / _DONE).is_file()
+
+
+def forget(folder: Path) -> None:
+    """Let a copy that turned out damaged no longer count, so that it is made again."""
+    (folder / _DONE).unlink(missing_ok=True)
 
 
 def dequantise(file: Path, config: PretrainedConfig, folder: Path) -> bool:
@@ -98,9 +105,13 @@ def put_in_place(scratch: Path, folder: Path) -> None:
 
 
 def read(file: Path, config: PretrainedConfig, **keywords: Any) -> tuple[Any, Any]:
-    """Model (float32 unless ``dtype`` says otherwise) and tokenizer straight from the file."""
-    keywords = {"dtype": torch.float32, **keywords}
-    model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, config=config, **keywords)
+    """Model (float32 unless ``dtype`` says otherwise) and tokenizer straight from the file.
+
+    Raises:
+        ValueError: the file is damaged, or lacks tensors of the model that it describes.
+    """
+    keywords = {"dtype": torch.float32, "gguf_file": file.name, "config": config, **keywords}
+    model = load_model(partial(AutoModelForCausalLM.from_pretrained, file.parent, **keywords), config, str(file))
     _forget_quantization(model)
     return model, AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
 

@@ -2,49 +2,46 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import struct
+import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from dflash_lightning.files import PACKAGE_PREFIX, find_file
-from dflash_lightning.target.facts import find_stop_ids, max_positions
+from dflash_lightning.ops.cpu_speed import bfloat16_is_slow
+from dflash_lightning.target.bars import patient_bars
+from dflash_lightning.target.checkpoint import load_model
+from dflash_lightning.target.checkpoint_files import check_config, check_files, check_packages
+from dflash_lightning.target.decode_check import check_decoding
+from dflash_lightning.target.facts import find_stop_ids, max_positions, warn_of_limit
 from dflash_lightning.target.families import check_family, check_structure
 from dflash_lightning.target.frozen import FrozenTarget, check_one_device
-from dflash_lightning.target.gguf import cached_folder, check_gguf_extra, dequantise, is_complete, read
+from dflash_lightning.target.gguf import cached_folder, check_gguf_extra, dequantise, forget, is_complete, read
+from dflash_lightning.target.place import Source, locate
 from dflash_lightning.target.text import TargetText
 
 DTYPES = ("float32", "bfloat16", "float16", "auto")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
-
-
-@dataclass(frozen=True)
-class Source:
-    """Where a target comes from: what ``from_pretrained`` takes, and the GGUF file inside it if it is one."""
-
-    name: str
-    location: str
-    gguf_file: str | None = None
-
-    def local_file(self) -> Path:
-        """The GGUF file on this machine; fetched from the hub when it is not a local one."""
-        assert self.gguf_file is not None
-        local = Path(self.location) / self.gguf_file
-        return local if local.is_file() else Path(hf_hub_download(self.location, self.gguf_file))
+_TOKENIZER_JSON = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
+)
+_GENERATION = "generation_config.json"
 
 
 def load_target(
-    source: str,
+    source: str,  # a folder, a hub id, a GGUF file or package://NAME/FILE
     *,
-    revision: str | None = None,
-    dtype: str = "float32",
-    device: str | torch.device = "cpu",
-    device_map: str | dict[str, Any] | None = None,
-    attn_implementation: str | None = None,
-    trust_remote_code: bool = False,
+    revision: str | None = None,  # branch, tag or commit on the hub; null: the newest
+    dtype: str = "float32",  # float32, bfloat16, float16, or auto: the checkpoint's own
+    device: str | torch.device = "cpu",  # where the weights go
+    device_map: str | dict[str, Any] | None = None,  # chooses the device instead; one device only
+    attn_implementation: str | None = None,  # null: the family's default
+    trust_remote_code: bool = False,  # run model code from the hub
 ) -> FrozenTarget:
     """The causal LM at ``source`` with its tokenizer, frozen.
 
@@ -55,7 +52,8 @@ def load_target(
 
     Raises:
         ValueError: nothing is there, an optional package is missing, ``device_map`` means several devices, the family
-            cannot work (found from the configuration, before weights are loaded), or the start-up self-check fails.
+            cannot work (found from the configuration, before weights are loaded), a file is damaged, the weights are
+            not those that the configuration describes, or the start-up self-check fails.
     """
     if dtype not in DTYPES:
         raise ValueError(f"target.dtype: {dtype!r} is unknown. Use one of {list(DTYPES)}.")
@@ -68,12 +66,25 @@ def load_target(
     if device_map is not None:
         keywords["device_map"] = device_map
     remote = {"revision": revision, "trust_remote_code": trust_remote_code}
-    model, tokenizer = _load_gguf(where, keywords) if where.gguf_file else _load_folder(where, remote, keywords)
-    if device_map is None:
-        model.to(device)
-    target = FrozenTarget(model, tokenizer, name=source, revision=revision)
-    target.check()
+    with patient_bars(f"loading {source}"):
+        model, tokenizer = _load_gguf(where, keywords) if where.gguf_file else _load_folder(where, remote, keywords)
+        if device_map is None:
+            model.to(device)
+        target = FrozenTarget(model, tokenizer, name=source, revision=revision)
+        warn_of_limit(model.config, source)
+        _warn_of_slow_dtype(target)
+        target.check()
+        check_decoding(target)
     return target
+
+
+def _warn_of_slow_dtype(target: FrozenTarget) -> None:
+    if target.device.type == "cpu" and target.dtype == torch.bfloat16 and bfloat16_is_slow():
+        warnings.warn(
+            "target.dtype: this CPU has no arithmetic for bfloat16 and imitates it, many times slower than float32. "
+            "Use float32 (target.dtype=float32, --dtype float32), which takes twice the memory.",
+            stacklevel=3,
+        )
 
 
 def load_text(source: str, *, revision: str | None = None, trust_remote_code: bool = False) -> TargetText:
@@ -91,9 +102,10 @@ def load_text(source: str, *, revision: str | None = None, trust_remote_code: bo
         where, remote = (_local(where), {"gguf_file": where.gguf_file}) if kept is None else (kept, {})
     config = _read_config(where, remote)
     check_family(config, where.name)
-    tokenizer = AutoTokenizer.from_pretrained(where.location, **remote) if _has_tokenizer(where) else None
+    warn_of_limit(config, source)
+    tokenizer = _read_tokenizer(where, remote)
     generation = _read_generation(where, {key: remote[key] for key in ("revision",) if key in remote})
-    stop_ids = find_stop_ids(config, generation, tokenizer)
+    stop_ids = find_stop_ids(config, generation, tokenizer, name=source)
     return TargetText(source, tokenizer, stop_ids, config.vocab_size, max_positions(config))
 
 
@@ -103,6 +115,44 @@ def _read_generation(where: Source, remote: dict[str, Any]) -> GenerationConfig 
         return GenerationConfig.from_pretrained(where.location, **remote)
     except OSError:
         return None
+
+
+def _read_tokenizer(where: Source, remote: dict[str, Any]) -> Any:
+    """The target's tokenizer, null where a folder has none.
+
+    Raises:
+        ValueError: one of its files cannot be read; says which.
+    """
+    if not _has_tokenizer(where):
+        return None
+    if where.gguf_file is None:
+        for name in _TOKENIZER_JSON:
+            check_json(Path(where.location) / name)
+    try:
+        return AutoTokenizer.from_pretrained(where.location, **remote)
+    except Exception as error:  # tokenizers raises plain Exception
+        reason = (str(error).strip() or "no reason given").splitlines()[0]
+        raise ValueError(
+            f"target: the tokenizer of {where.name} cannot be loaded ({type(error).__name__}: {reason}). Copy or "
+            "download its files again, or install the package that is named."
+        ) from error
+
+
+def check_json(file: Path) -> None:
+    """Refuse a file that is there and no JSON: libraries report a line and a column, but not of which file.
+
+    Raises:
+        ValueError: names the file.
+    """
+    if not file.is_file():
+        return
+    try:
+        json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(
+            f"target: {file} cannot be read as JSON ({error}): cut short, or a git-lfs pointer. Copy or download it "
+            "again."
+        ) from error
 
 
 def _has_tokenizer(where: Source) -> bool:
@@ -115,9 +165,22 @@ def _load_folder(where: Source, remote: dict[str, Any], keywords: dict[str, Any]
     """Model and tokenizer of a local folder or hub repository."""
     config = _read_config(where, remote)
     check_family(config, where.name)
+    check_packages(config, where.name)
+    if (folder := Path(where.location)).is_dir():
+        check_files(folder, config, where.name)
+        _warn_of_broken_generation(folder)
     check_structure(config, where.name)
-    model = AutoModelForCausalLM.from_pretrained(where.location, config=config, **remote, **keywords)
-    return model, AutoTokenizer.from_pretrained(where.location, **remote) if _has_tokenizer(where) else None
+    tokenizer = _read_tokenizer(where, remote)  # cheap, and a fault in it is said before the weights are read
+    load = partial(AutoModelForCausalLM.from_pretrained, where.location, config=config, **remote, **keywords)
+    return load_model(load, config, where.name), tokenizer
+
+
+def _warn_of_broken_generation(folder: Path) -> None:
+    """transformers goes on without a generation config that it cannot read, and so without its stop tokens."""
+    try:
+        check_json(folder / _GENERATION)
+    except ValueError as error:
+        warnings.warn(f"{error} Its stop tokens are not known.", stacklevel=4)
 
 
 def _load_gguf(where: Source, keywords: dict[str, Any]) -> tuple[Any, Any]:
@@ -134,13 +197,25 @@ def _kept_copy(where: Source) -> Source | None:
     """The dequantised copy of a GGUF file, made now if it is not there; null where it cannot be kept."""
     file = where.local_file()
     folder = cached_folder(file)
-    if not is_complete(folder):
+    if is_complete(folder) and not _is_damaged(folder, where.name):
+        return Source(where.name, str(folder))
+    with patient_bars(f"reading {where.name}, once: it is kept unpacked in {folder.parent}"):
         config = _read_config(_local(where), {"gguf_file": file.name})
         check_family(config, where.name)
         check_structure(config, where.name)
-        if not dequantise(file, config, folder):
-            return None
-    return Source(where.name, str(folder))
+        return Source(where.name, str(folder)) if dequantise(file, config, folder) else None
+
+
+def _is_damaged(folder: Path, name: str) -> bool:
+    """Whether the copy cannot be read; then a warning says so, and it no longer counts as complete."""
+    try:
+        check_files(folder, AutoConfig.from_pretrained(folder), name)
+        check_json(folder / "tokenizer.json")
+    except (OSError, ValueError) as error:
+        warnings.warn(f"{error} It is the copy that is kept of {name}, and is made again.", stacklevel=2)
+        forget(folder)
+        return True
+    return False
 
 
 def _local(where: Source) -> Source:
@@ -148,40 +223,20 @@ def _local(where: Source) -> Source:
     return Source(where.name, str(file.parent), file.name)
 
 
-def locate(source: str) -> Source:
-    """What ``source`` points at, without reading it.
-
-    Raises:
-        ValueError: the package or file named is not there.
-    """
-    if source.startswith(PACKAGE_PREFIX):
-        file = find_file(source, setting="target")
-        return Source(source, str(file.parent), file.name)
-    path = Path(source).expanduser()
-    if path.is_file():
-        if path.suffix != ".gguf":
-            raise ValueError(f"target: {source} is a file but no GGUF file. Give the model's folder, or a .gguf file.")
-        return Source(source, str(path.parent), path.name)
-    if path.is_dir():
-        return Source(source, str(path))
-    parts = source.split("/")
-    if (
-        source.startswith((".", "/", "~"))
-        or len(parts) not in (1, 2, 3)
-        or (len(parts) == 3) != source.endswith(".gguf")
-    ):
-        raise ValueError(
-            f"target: there is no file or folder {source}. Give a model folder, a .gguf file, a hub id (owner/name) or "
-            "package://<python package>/<file.gguf>."
-        )
-    return Source(source, "/".join(parts[:2]), parts[2] if len(parts) == 3 else None)
-
-
 def _read_config(where: Source, keywords: dict[str, Any]) -> Any:
     try:
-        return AutoConfig.from_pretrained(where.location, **keywords)
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"target: no model could be read at {where.name}: {str(error).splitlines()[0]} Give a folder with a "
-            "config.json, a GGUF file, or a hub id that this machine can reach."
-        ) from error
+        config = AutoConfig.from_pretrained(where.location, **keywords)
+    except (OSError, ValueError, LookupError, TypeError, struct.error, StrictDataclassError) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        if "gguf_file" in keywords:
+            fault = f"{where.name} cannot be read as a GGUF file ({reason}): cut short or damaged. Copy it again."
+        elif isinstance(error, (OSError, ValueError)):
+            fault = (
+                f"no model could be read at {where.name}: {str(error).splitlines()[0]} Give a folder with a "
+                "config.json, a GGUF file, or a hub id that this machine can reach."
+            )
+        else:
+            fault = f"config.json of {where.name} cannot be used ({type(error).__name__}: {reason}). Correct it."
+        raise ValueError(f"target: {fault}") from error
+    check_config(config, where.name)
+    return config

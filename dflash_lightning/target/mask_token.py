@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
+from typing import TypeAlias
 
 from transformers import PreTrainedTokenizerBase
 
+from dflash_lightning.target.families import setting
 from dflash_lightning.target.frozen import FrozenTarget
+from dflash_lightning.types import TargetFacts
+
+# Ids that occur in the training data; as a mapping, with how often.
+UsedIds: TypeAlias = Mapping[int, int] | AbstractSet[int]
 
 
-def choose_mask_token_id(target: FrozenTarget, used_ids: AbstractSet[int] = frozenset()) -> int:
+def choose_mask_token_id(target: FrozenTarget, used_ids: UsedIds = frozenset()) -> int:
     """The mask id when the recipe names none.
 
-    First choice is the lowest embedding row that is no token (Qwen3: 151669, as in z-lab's checkpoints); else the
-    highest special id that is not pad, eos, bos or unk and occurs neither in the chat template nor among
-    ``used_ids``, the ids of the training data (SmolLM2 has no spare row, and its pad is its eos).
+    First choice is the lowest embedding row behind the tokenizer's tokens that no token has (Qwen3: 151669, as in
+    z-lab's checkpoints). The tokenizer's length alone does not tell: ids may leave a hole, and go on behind it. Then a
+    row in such a hole; else the highest special id that is not pad, eos, bos or unk and occurs neither in the chat
+    template nor among ``used_ids``, the ids of the training data (SmolLM2 has no spare row, and its pad is its eos).
 
     Raises:
         ValueError: nothing qualifies; the message lists unused ids that can be named in the recipe.
     """
     facts, tokenizer = target.facts, target.tokenizer
     rows = range(facts.vocab_size)
-    if tokenizer is not None and facts.num_tokens < facts.vocab_size:
-        spare = (row for row in rows[facts.num_tokens :] if row not in used_ids)
+    taken = token_ids(tokenizer) | declared_ids(target) | set(used_ids)
+    if tokenizer is not None:
+        spare = (row for row in (*rows[facts.num_tokens :], *rows[: facts.num_tokens]) if row not in taken)
         if (first := next(spare, None)) is not None:
             return first
     reserved = reserved_ids(target)
@@ -38,21 +47,44 @@ def choose_mask_token_id(target: FrozenTarget, used_ids: AbstractSet[int] = froz
     )
 
 
-def check_mask_token_id(mask_token_id: int, target: FrozenTarget, used_ids: AbstractSet[int] = frozenset()) -> None:
+def check_mask_token_id(mask_token_id: int, target: FrozenTarget, used_ids: UsedIds = frozenset()) -> None:
     """Refuse a mask id that serves another purpose or does not exist: drafts would be wrong without any error.
 
     Raises:
-        ValueError: outside the embedding, pad, eos, bos or unk, or an id that occurs in the training data.
+        ValueError: outside the embedding, pad, eos, bos or unk, or an id of the training data (with how often).
     """
     facts = target.facts
     where = f"block.mask_token_id: {mask_token_id}"
     advice = "Leave it null to have an unused row chosen."
-    if not 0 <= mask_token_id < facts.vocab_size:
-        raise ValueError(f"{where} is outside the embedding of {facts.name} (rows 0..{facts.vocab_size - 1}). {advice}")
+    check_mask_row(mask_token_id, facts)
     if (role := reserved_ids(target).get(mask_token_id)) is not None:
         raise ValueError(f"{where} is the {role} token of {facts.name}, which occurs in ordinary text. {advice}")
     if mask_token_id in used_ids:
-        raise ValueError(f"{where} occurs as a token in the training data. {advice}")
+        count = used_ids[mask_token_id] if isinstance(used_ids, Mapping) else 0
+        often = f" {count} {'time' if count == 1 else 'times'}" if count else ""
+        raise ValueError(f"{where} occurs{often} as a token in the training data. {advice}")
+
+
+def check_mask_row(mask_token_id: int, facts: TargetFacts) -> None:
+    """Refuse a mask id without a row; the target's sizes alone tell."""
+    if not 0 <= mask_token_id < facts.vocab_size:
+        raise ValueError(
+            f"block.mask_token_id: {mask_token_id} is outside the embedding of {facts.name} (rows "
+            f"0..{facts.vocab_size - 1}). Leave it null to have an unused row chosen."
+        )
+
+
+def token_ids(tokenizer: PreTrainedTokenizerBase | None) -> set[int]:
+    """Ids that text can be given: those of the vocabulary and of all added tokens."""
+    if tokenizer is None:
+        return set()
+    return {*tokenizer.get_vocab().values(), *tokenizer.added_tokens_decoder, *special_ids(tokenizer)}
+
+
+def declared_ids(target: FrozenTarget) -> set[int]:
+    """Ids to which the model's own configuration gives a purpose, whether or not the tokenizer knows them."""
+    named = (setting(target.model.config, name) for name in ("pad_token_id", "bos_token_id"))
+    return {*target.facts.eos_token_ids, *(value for value in named if isinstance(value, int))}
 
 
 def reserved_ids(target: FrozenTarget) -> dict[int, str]:

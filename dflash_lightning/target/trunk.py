@@ -20,8 +20,9 @@ class Trunk:
     """A decoder cut after the last layer that ``spec`` needs; weights are the original's, which is never touched.
 
     Each tapped layer is a shallow copy with a hook that writes its output straight into the stacked result, so memory
-    is proportional to the number of ids. Without ``last_hidden`` the final norm is replaced by the identity: cutting
-    the layer list alone would norm the last kept layer silently.
+    is proportional to the number of ids. Without ``last_hidden`` the decoder's output means nothing: it is the final
+    norm of the last kept layer. The norm stays in place all the same, because some decoders apply it to their
+    embeddings too (NanoChat).
     """
 
     def __init__(self, anatomy: Anatomy, spec: FeatureSpec) -> None:
@@ -36,8 +37,6 @@ class Trunk:
             kept[layer_id] = shallow_copy(layers[layer_id])
             kept[layer_id].register_forward_hook(self._make_tap(entry))
         self.decoder._modules[anatomy.layers_name] = nn.ModuleList(kept)
-        if not spec.last_hidden:
-            self.decoder._modules[anatomy.norm_name] = nn.Identity()
         self._stacked: Tensor | None = None
 
     def __call__(self, input_ids: Tensor, **kwargs: Any) -> tuple[Float[Tensor, "B S H"], Float[Tensor, "B S T H"]]:
@@ -52,7 +51,7 @@ class Trunk:
         return output, stacked
 
     def features(self, output: Float[Tensor, "B S H"], stacked: Float[Tensor, "B S T H"]) -> TargetFeatures:
-        """The result as values; ``last_hidden`` only when it was asked for (otherwise ``output`` is not normed)."""
+        """The result as values; ``last_hidden`` only when it was asked for (else ``output`` is of an earlier layer)."""
         return TargetFeatures(self.spec.layer_ids, stacked, output if self.spec.last_hidden else None)
 
     def _make_tap(self, entry: int) -> Any:

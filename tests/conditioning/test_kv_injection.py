@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dflash_lightning.conditioning import KVInjection
-from dflash_lightning.conditioning.kv_injection import default_layer_ids
+from dflash_lightning.layer_ids import default_layer_ids
 from dflash_lightning.ops.context import DraftCache
 from dflash_lightning.types import FeatureSpec, TargetFeatures
 
@@ -29,10 +29,22 @@ def test_default_layers_are_those_of_the_released_code(num_target_layers, num_fe
 
 
 def test_more_features_than_the_target_can_space_out_are_refused():
-    with pytest.raises(ValueError, match=r"num_features: 5 .* 6 decoder layers .*name target_layer_ids \(0..5\)"):
+    with pytest.raises(ValueError, match=r"num_features: 5 .* 6 decoder layers .*target_layer_ids=\[0, 1.* \(0..5\)"):
         KVInjection().default_layer_ids(6)
     with pytest.raises(ValueError, match="Use 1 or more"):
         KVInjection(num_features=0)
+
+
+@pytest.mark.parametrize(("num_target_layers", "num_features"), [(3, 2), (2, 2), (4, 2), (4, 3), (1, 2), (5, 3)])
+def test_layers_that_would_not_ascend_are_refused(num_target_layers, num_features):
+    """(3, 2) is [1, 0] by the formula, which taps the layers in the wrong order."""
+    with pytest.raises(ValueError, match=r"they would be \[.*\]\)\. Set conditioning\.num_features=1, or name"):
+        default_layer_ids(num_target_layers, num_features)
+
+
+@pytest.mark.parametrize("num_target_layers", [1, 2, 3])
+def test_one_feature_fits_into_the_smallest_target(num_target_layers):
+    assert default_layer_ids(num_target_layers, 1) == [num_target_layers // 2]
 
 
 def test_explicit_layers_decide_what_is_required(tiny_target, make_draft):

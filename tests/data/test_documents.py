@@ -159,6 +159,8 @@ def test_tokenised_rows_are_not_cut_on_the_left(make_maker: Callable[..., Docume
 class OpeningTokenizer:
     """Puts BOS before and EOS after every text, as some tokenizers do."""
 
+    bos_token_id, eos_token_id = 257, 260
+
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self.tokenizer = tokenizer
 

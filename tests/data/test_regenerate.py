@@ -442,7 +442,7 @@ def test_the_head_of_a_function_is_asked_to_be_completed(target: FrozenTarget, t
     assert asked["role"] == "user"
     assert asked["content"].startswith("Complete this Python function.")
     assert asked["content"].endswith(f"```python\n{head}```")
-    assert load_prompts(prompts) == [[asked]], "evaluation asks alike"
+    assert [prompt.messages for prompt in load_prompts(prompts)] == [[asked]], "evaluation asks alike"
 
 
 def test_provenance_tells_what_the_answers_were_made_with(target: FrozenTarget, prompts: Path, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dflash_lightning.data import ChatRow, PromptRow, TextRow, TokenRow, check_prompt_lengths, load_prompts, read_rows
+from dflash_lightning.data import ChatRow, PromptRow, TextRow, TokenRow, load_prompts, read_rows
 from dflash_lightning.data.rows import parse_record
 
 
@@ -134,7 +134,7 @@ def test_limit_stops_before_a_broken_line(tmp_path: Path) -> None:
         ('{"messages": [{"role": ["user"], "content": "hi"}]}', r"a.jsonl:3: message 1 has role \['user'\]. Known"),
         ('{"messages": [{"role": "user", "from": "gpt", "content": "hi"}]}', "'role' and 'from', which differ"),
         ('{"messages": [{"role": "user", "value": "a", "content": "b"}]}', "'content' and 'value', which differ"),
-        ('{"messages": [{"role": "assistant", "content": "a", "weight": 0}]}', "weight 0, which is not applied"),
+        ('{"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]}', "weight 0.5, which is not applied"),
         ('{"conversations": [{"from": "gpt", "tool_calls": [1]}]}', "a.jsonl:3: message 1 .gpt. has no 'content'"),
         ('{"messages": [{"role": "user", "content": "\\ud800"}]}', "a.jsonl:3: 'message 1' holds half a character"),
         ('{"text": "a\\udc00"}', "a.jsonl:3: 'text' holds half a character .character 2"),
@@ -173,26 +173,3 @@ def test_file_inside_a_package_is_found_and_a_wrong_one_is_named() -> None:
         list(read_rows("package://no_such_package/a.jsonl"))
     with pytest.raises(ValueError, match=r"py.typed.*holds no rows"):
         load_prompts("package://dflash_lightning/py.typed")
-
-
-def test_prompts_are_the_first_turns_and_histories_without_the_answer(tmp_path: Path) -> None:
-    system = {"role": "system", "content": "Be brief."}
-    path = write(tmp_path / "p.jsonl", {"turns": ["a", "b"]}, {"messages": [system, *MESSAGES]})
-    assert load_prompts(path) == [[{"role": "user", "content": "a"}], [system, MESSAGES[0]]]
-    assert len(load_prompts(path, limit=1)) == 1
-
-
-def test_row_that_holds_no_prompt_is_refused_with_its_line(tmp_path: Path) -> None:
-    path = write(tmp_path / "p.jsonl", {"turns": ["a"]}, {"messages": MESSAGES[1:]})
-    with pytest.raises(ValueError, match=r"p.jsonl:2: no user turn"):
-        load_prompts(path)
-    with pytest.raises(ValueError, match=r"q.jsonl:1: a plain text is not a prompt. Prompts are 'turns'"):
-        load_prompts(write(tmp_path / "q.jsonl", {"text": "Once"}))
-    with pytest.raises(ValueError, match=r"q.jsonl:1: a tokenised row is not a prompt"):
-        load_prompts(write(tmp_path / "q.jsonl", {"input_ids": [1], "loss_mask": [1]}))
-
-
-def test_prompt_longer_than_the_models_positions_is_refused() -> None:
-    check_prompt_lengths([[1] * 6], 8, max_new_tokens=2)
-    with pytest.raises(ValueError, match=r"prompt 2 has 7 tokens.*model's 8 positions. Shorten the prompt"):
-        check_prompt_lengths([[1], [1] * 7], 8, max_new_tokens=2)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +13,8 @@ from dflash_lightning.data.documents import DocumentMaker
 from dflash_lightning.data.rows import PromptRow
 from dflash_lightning.data.sources import Draw, Source, make_sources
 from dflash_lightning.data.store import DocumentStore
+
+pyarrow = pytest.importorskip("pyarrow")
 
 
 def write(path: Path, *texts: str) -> str:
@@ -57,6 +58,7 @@ def test_a_pattern_is_all_its_files_in_order_and_limits_count_over_them(tmp_path
         ({"path": "a", "weight": float("inf")}, "data.train.weight: inf is not"),
         ({"path": "a", "weight": True}, "data.train.weight: True is not"),
         ({"path": "a", "limit": 0}, "data.train.limit: 0 is not a number of rows"),
+        ({"path": "a", "ignore": "context"}, "data.train.ignore: 'context' is no list of column names. Write it as"),
         ({"path": "a", "format": "csv"}, "data.train.format: 'csv' is unknown. Use one of .*'jsonl'"),
         ({"path": "a", "kind": "chat"}, "data.train.kind: 'chat' is unknown. Use one of .*'messages'"),
         ({"path": "a", "revision": "x"}, "data.train.revision: applies to hub data sets"),
@@ -112,7 +114,7 @@ class FakeHub:
 
     def iter(self, batch_size: int) -> Any:
         for i in range(0, len(self.rows), batch_size):
-            yield SimpleNamespace(to_pylist=lambda i=i: self.rows[i : i + batch_size])
+            yield pyarrow.Table.from_pylist(self.rows[i : i + batch_size])
 
 
 def test_hub_data_set_is_read_by_split_subset_and_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,9 +42,9 @@ def test_where_a_batch_disagrees_the_prompt_by_itself_is_the_truth(make_target, 
     expected = [generate_plainly(target, prompt, max_new_tokens=NEW) for prompt in PROMPTS]
     whole, asked = reference._generate, []
 
-    def rounded(target, prompts, max_new_tokens):
+    def rounded(target, prompts, *rest):
         asked.append(len(prompts))
-        outputs = whole(target, prompts, max_new_tokens)
+        outputs = whole(target, prompts, *rest)
         return [[0, *output] for output in outputs] if len(prompts) > 1 else outputs
 
     monkeypatch.setattr(reference, "_generate", rounded)

@@ -137,6 +137,10 @@ def test_uniform_numbers_are_uniform_and_uncorrelated() -> None:
     ("settings", "message"),
     [
         ({"temperature": -1.0}, "Use 0 for greedy"),
+        ({"temperature": float("inf")}, "finite. Use 0 for greedy"),
+        ({"temperature": float("nan")}, "finite. Use 0 for greedy"),
+        ({"temperature": "1"}, "'1' is not a number"),
+        ({"seed": 0.5}, "0.5 is not a whole number"),
         ({"top_k": 0}, "Use 1 or more, or null"),
         ({"top_p": 0.0}, "Use null for all tokens"),
         ({"top_p": 1.5}, "Use null for all tokens"),
@@ -145,3 +149,28 @@ def test_uniform_numbers_are_uniform_and_uncorrelated() -> None:
 def test_impossible_settings_are_refused(settings: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SamplingSpec(**settings)
+
+
+@pytest.mark.parametrize("truncation", [{}, {"top_k": 3}, {"top_p": 0.9}])
+def test_extreme_temperatures_give_the_laws_that_they_tend_to(truncation: dict) -> None:
+    """The coldest shares all among exact ties, the hottest among all tokens; logits may be large as well."""
+    logits = torch.tensor([[1.0, 3.0, 3.0, -2.0, 2.9999], [0.0, 1e-30, -1.0, 1e-30, -1e30], [9e4, 1.0, 2.0, 3.0, 9e4]])
+    ties = torch.tensor([[0, 0.5, 0.5, 0, 0], [0, 0.5, 0, 0.5, 0], [0.5, 0, 0, 0, 0.5]])
+    for temperature in (1e-40, 1e-45, 1e-310, 1e-37):
+        found = law(logits, temperature=temperature, **truncation)
+        torch.testing.assert_close(found, ties)
+    if not truncation:
+        for temperature in (1e39, 1e300):
+            torch.testing.assert_close(law(logits[:1], temperature=temperature), torch.full((1, 5), 0.2))
+
+
+def test_any_whole_number_is_a_seed_of_its_own() -> None:
+    def draws(seed: int) -> tuple:
+        return tuple(Noise(seed).uniform(Stream.TOKEN, torch.arange(3), torch.arange(4)[None]).flatten().tolist())
+
+    seeds = [0, 1, -1, 2**61, 2**62, 2**63, 2**64 - 1, 2**64, 2**64 + 1, -(2**64), 2**200, -(2**200), 10**30]
+    assert len({draws(seed) for seed in seeds}) == len(seeds)
+    assert draws(2**64) == draws(2**64)
+    # What small seeds gave before larger ones were allowed.
+    assert draws(3)[:3] == pytest.approx((0.868587494, 0.332016379, 0.677642465))
+    assert draws(-5)[:3] == pytest.approx((0.967294097, 0.084484234, 0.373180360))

@@ -321,3 +321,11 @@ def test_a_folder_that_is_no_export_is_refused(tmp_path, exports, name):
     (tmp_path / "x" / name).unlink()
     with pytest.raises(ValueError, match=name):
         Exported.open(tmp_path / "x")
+
+
+def test_a_target_rounded_to_float16_is_told_from_another_one(make_target, exports):
+    target = make_target("qwen3")
+    target.model.to(torch.float16)
+    rounded = type(target)(target.model, target.tokenizer, name="tiny-qwen3")
+    (fault,) = check(Exported.open(exports["zlab"]), rounded).faults
+    assert "only rounded to float16? Then give --dtype float32" in fault

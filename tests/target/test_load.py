@@ -142,9 +142,9 @@ def test_a_map_that_turns_out_to_need_several_devices_is_refused(folder: Path, m
 
     def spread(*args: object, device_map: str, **kwargs: object) -> object:
         assert device_map == "auto"
-        model = from_pretrained(*args, **kwargs)
+        model, info = from_pretrained(*args, **kwargs)
         model.lm_head.to("meta")
-        return model
+        return model, info
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", spread)
     with pytest.raises(ValueError, match=r"target.device_map: it spreads the target over cpu, meta, but"):

@@ -100,11 +100,11 @@ def test_last_checkpoint_is_written_before_decoding(parts, write_rows, tiny_targ
     make_module, make_data, make_trainer = parts
     calls = []
 
-    def explode(self):
+    def explode(self, what):
         calls.append(1)
         if len(calls) == 2:
             raise RuntimeError("decoding failed")
-        return original(self)
+        return original(self, what)
 
     original = Evaluator.__call__
     monkeypatch.setattr(Evaluator, "__call__", explode)
@@ -138,10 +138,10 @@ def scored_run(parts, write_rows, tiny_target, tmp_path, prompts, monkeypatch, w
     def run(name, scores, kills=(), every_n_steps=None, **trainer_settings):
         folder, left = tmp_path / name, list(kills)
 
-        def scored(self, trainer, module):
+        def scored(self, trainer, module, title):
             if left and left[0] == trainer.global_step:
                 raise RuntimeError(f"killed at {left.pop(0)}")
-            found = evaluate(self, trainer, module)
+            found = evaluate(self, trainer, module, title)
             found.stats.committed += found.stats.rounds * scores[trainer.global_step]
             return found
 
@@ -239,7 +239,9 @@ def test_another_module_is_refused(prompts, tmp_path, parts):
 def test_prompts_beyond_the_positions_are_refused_before_training(prompts, tmp_path, parts, tiny_target):
     make_module, _, make_trainer = parts
     evaluation = SpeculativeEval(prompts, decoding=settings(max_new_tokens=510))
-    with pytest.raises(ValueError, match=r"prompt 1 has .* Shorten the prompt or lower max_new_tokens"):
+    with pytest.raises(
+        ValueError, match=r"decoding\.max_new_tokens: 510 behind the .* tokens of prompt 2 of .* Use \d+ at most"
+    ):
         evaluation.setup(make_trainer(tmp_path), make_module(tiny_target), "fit")
 
 

@@ -1,0 +1,93 @@
+"""Prompts as ids, found good before the target's weights are read; then the target."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from dflash_lightning.commands.drafts import FoundDraft, open_target_of, open_text_of, use_draft
+from dflash_lightning.data import render_prompt
+from dflash_lightning.decoding import DecodingSettings
+from dflash_lightning.target import FrozenTarget, TargetText
+from dflash_lightning.target.room import check_room
+
+
+def settings_of(args: argparse.Namespace) -> DecodingSettings:
+    """Decoding as the command line asks for it."""
+    try:
+        return DecodingSettings(
+            max_new_tokens=args.max_new_tokens,
+            batch_size=getattr(args, "batch_size", 1),
+            temperature=args.temperature,
+            top_k=args.top_k,
+            top_p=args.top_p,
+            seed=args.seed,
+            compile=not getattr(args, "eager", False),
+        )
+    except ValueError as error:
+        setting, colon, rest = str(error).partition(":")
+        option = setting.replace("decoding.", "--", 1).replace("_", "-")
+        raise ValueError(option + colon + rest) from None
+
+
+def open_ready(
+    drafts: Sequence[FoundDraft],
+    args: argparse.Namespace,
+    settings: DecodingSettings,
+    prompts: Sequence[Any],
+    *,
+    call: Callable[[int], str] = lambda place: f"prompt {place + 1}",
+) -> tuple[FrozenTarget, list[list[int]]]:
+    """The target of the drafters, and the ids of ``prompts`` (as ``load_prompts`` gives them, or lists of ids).
+
+    What the prompts are told by is read first, so that one without room for its answer costs seconds.
+
+    Raises:
+        ValueError: a prompt cannot be rendered, holds ids that are no tokens, or is too long; the target is not the
+            drafters'.
+    """
+    draft, *others = drafts
+    text = open_text_of(draft, args.target)
+    ids = None if text is None else _ready(text, drafts, settings, prompts, call)
+    target = open_target_of(
+        draft, args.target, device=args.device, dtype=args.dtype, relative=getattr(args, "other_target", False)
+    )
+    for other in others:
+        use_draft(other, target, relative=args.other_target)
+    return target, _ready(target.text, drafts, settings, prompts, call) if ids is None else ids
+
+
+def _ready(
+    text: TargetText,
+    drafts: Sequence[FoundDraft],
+    settings: DecodingSettings,
+    prompts: Sequence[Any],
+    call: Callable[[int], str],
+) -> list[list[int]]:
+    """Ids of the prompts.
+
+    Raises:
+        ValueError: see ``open_ready``.
+    """
+    kwargs, rows = drafts[0].chat_template_kwargs, text.vocab_size
+    rendered = [p if _is_ids(p) else render_prompt(text.tokenizer, p, vocab_size=rows, **kwargs) for p in prompts]
+    for place, ids in enumerate(rendered):
+        if strangers := [i for i in ids if not 0 <= i < text.vocab_size]:
+            raise ValueError(
+                f"{call(place)}: {strangers[:8]} are no tokens of {text.name}, which has ids 0..{text.vocab_size - 1}."
+            )
+    check_room(
+        [len(ids) for ids in rendered],
+        text.max_positions,
+        text.name,
+        max_new_tokens=settings.max_new_tokens,
+        num_drafts=max(draft.model.alignment.num_drafts for draft in drafts),
+        setting="--max-new-tokens",
+        call=call,
+    )
+    return rendered
+
+
+def _is_ids(prompt: Any) -> bool:
+    return isinstance(prompt, list) and all(isinstance(i, int) for i in prompt)
