@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from dflash_lightning.callbacks.agreement import disagreement
 from dflash_lightning.callbacks.figures import acceptance_figure, histogram_figure
 from dflash_lightning.callbacks.samples import log_samples
-from dflash_lightning.callbacks.stopping import may_end_at_once
+from dflash_lightning.callbacks.stopping import last_checkpoint, may_end_at_once
 from dflash_lightning.data import left_out_line, load_prompts, render_prompt
 from dflash_lightning.decoding import DecodeStats, DecodingSettings
 from dflash_lightning.decoding.evaluation import Evaluation, Evaluator
@@ -220,9 +220,11 @@ class SpeculativeEval(Callback):
 
 def _save_last(trainer: Trainer) -> None:
     """Write ``last.ckpt`` where the run keeps its checkpoints; every rank takes part."""
-    callback = trainer.checkpoint_callback
-    if isinstance(callback, ModelCheckpoint) and callback.dirpath is not None and not trainer.fast_dev_run:  # type: ignore[attr-defined]
-        trainer.save_checkpoint(Path(callback.dirpath) / "last.ckpt", weights_only=False)
+    callback, place = trainer.checkpoint_callback, last_checkpoint(trainer)
+    if place is None and isinstance(callback, ModelCheckpoint) and callback.dirpath is not None:
+        place = Path(callback.dirpath) / "last.ckpt"
+    if place is not None and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+        trainer.save_checkpoint(place, weights_only=False)
 
 
 def _reduce(evaluation: Evaluation, device: torch.device) -> Evaluation:

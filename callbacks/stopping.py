@@ -139,6 +139,11 @@ def may_end_at_once(trainer: Trainer) -> Iterator[None]:
         yield
 
 
+def last_checkpoint(trainer: Trainer) -> Path | None:
+    """The file that a run with a ``Stopper`` resumes from."""
+    return next((c.last for c in trainer.callbacks if isinstance(c, Stopper)), None)  # type: ignore[attr-defined]
+
+
 def forget_time(trainer: Trainer) -> None:
     """Give a resumed run the whole of ``max_time`` again: Lightning restores how much an earlier session has used."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]

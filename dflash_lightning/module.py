@@ -95,16 +95,12 @@ class DraftModule(LightningModule):
     def prepare(self, data: Any | None) -> None:
         """What ``configure_model`` does, for ``data`` (a ``DraftData`` or null); needs no trainer."""
         if self.model is None:
-            self.model = self.plan.make(self.target, set() if data is None else data.used_ids())
+            self.model = self.plan.make(self.target, {} if data is None else data.used_ids())
         self._lm: LanguageHead = self.model.head_of(self.target.lm)
         if data is not None:
             self.model.config.chat_template_kwargs = dict(data.chat_template_kwargs)
             self._check_labels(data.summary.labels)
             data.bind(self.block, self.model.alignment, self.required(), self._vocabulary_mask())
-
-    def _used_ids(self) -> dict[int, int]:
-        data = self.trainer.datamodule if self._trainer is not None else None  # type: ignore[attr-defined]
-        return data.used_ids() if data is not None else {}
 
     def _check_labels(self, labels: str) -> None:
         """Refuse greedy responses where a loss term needs the target's own draws; warn where nobody knows."""

@@ -214,15 +214,13 @@ def _report_cut(trainer: Trainer, folder: RunFolder, stopper: Stopper) -> _Statu
 
 
 def _report_divergence(error: Diverged, folder: RunFolder) -> _Status:
-    """Every rank has the same error; the files are those of before."""
+    """Every rank has the same error; the files are those of before. Other ranks end with 0, as where a run is cut."""
     step = _step_in(folder.last) if folder.last.exists() else None
-    kept = (
-        "  checkpoints        there is none yet: the same command starts again"
-        if step is None
-        else f"  checkpoints        {folder.last} is good and holds step {step}: the same command goes on from there"
-    )
-    _say(f"dflash: {error}\n{kept}", error=True)
-    return _Status(1)
+    kept = "there is none yet: the same command starts again"
+    if step is not None:
+        kept = f"{folder.last} holds step {step} with finite weights: the same command goes on from there"
+    _say(f"dflash: {error}\n  checkpoints        {kept}", error=True)
+    return _Status(1 if _is_main() else 0)
 
 
 def _conclude(parts: Parts, folder: RunFolder, started: int) -> int:

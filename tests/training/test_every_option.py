@@ -136,3 +136,8 @@ def test_no_evaluation_from_any_recipe_leaves_a_checkpoint_to_use(
         assert "tau is not measured" in capsys.readouterr().out
         assert sorted(p.name for p in (place.run(name) / "checkpoints").iterdir()) == ["last.ckpt"]
         checked(place, name)
+
+
+def test_a_run_can_be_resumed_whatever_checkpoint_callbacks_are_taken_out(place: Any) -> None:
+    assert place.fit("smoke", "~callbacks.best", "~callbacks.recent", *SHORT, name="bare") == 0
+    checked(place, "bare")

@@ -94,7 +94,7 @@ def test_a_run_that_diverges_keeps_its_checkpoint_and_goes_on_from_it(
     error = capsys.readouterr().err
     assert "training stopped at optimizer step 8 (epoch 0): the loss is nan" in error
     assert "optim.lr" in error and "target in float16" in error
-    assert "last.ckpt is good and holds step 7: the same command goes on from there" in error
+    assert "last.ckpt holds step 7 with finite weights: the same command goes on from there" in error
     assert place.checkpoint("nan")["global_step"] == 7 and not place.state("nan")["finished"]
     assert place.fit("smoke", *settings, name="nan") == 0
     assert "last.ckpt (step 7)" in capsys.readouterr().out
