@@ -97,7 +97,8 @@ def test_commands_parse(line):
     words = shlex.split(line.split(" > ")[0], comments=True)
     args = make_parser().parse_args(words[words.index("dflash") + 1 :])
     if words[1] == "fit":
-        assert args.recipe in [*recipe_names(), *example_files()]
+        runs = [f"runs/{name}" for name in recipe_names()]  # a run folder is a recipe too
+        assert args.recipe in [*recipe_names(), *runs, *example_files()]
 
 
 def test_the_example_of_sources_holds_settings_that_exist():
