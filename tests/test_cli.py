@@ -692,14 +692,15 @@ def test_evaluate_fails_when_output_is_not_the_plain_one_by_more_than_rounding(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    plainly = Evaluator._decode_plainly
+    decode = Evaluator._decode
 
-    def disturbed(self: Evaluator, *rest: Any) -> Any:
-        result = plainly(self, *rest)
-        result.generations[0].output_ids[2] ^= 1
+    def disturbed(self: Evaluator, decoder: Any, which: slice, *rest: Any) -> Any:
+        result = decode(self, decoder, which, *rest)
+        if decoder is self._plain_decoder and which.start == 0:
+            result.generations[0].output_ids[2] ^= 1
         return result
 
-    monkeypatch.setattr(Evaluator, "_decode_plainly", disturbed)
+    monkeypatch.setattr(Evaluator, "_decode", disturbed)
     files = ["--draft", str(trained), "--prompts", "prompts.jsonl", "--json", "out.json", "--dtype", dtype]
     assert main(["evaluate", *files, "--limit", "2", "--max-new-tokens", "6", "--eager"]) == status
     assert "prompt 0 at token 2 (logit gap" in capsys.readouterr().out

@@ -237,6 +237,27 @@ def test_what_is_decoded_plainly_is_shared_between_drafters(make_target, make_dr
     assert second().lossless and second.plain is first.plain
 
 
+def test_a_speed_is_of_two_times_taken_in_turns(make_target, make_draft, monkeypatch) -> None:
+    target = make_target("llama")
+    settings = DecodingSettings(max_new_tokens=6, batch_size=1, compile=False)
+    evaluator = Evaluator(target, make_draft(target), PROMPTS, settings, num_checked=3)
+    heard, decode = [], Evaluator._decode
+
+    def listening(self, decoder, which, watch):
+        heard.append(("drafted" if decoder.proposer.num_drafts else "plain", which.start))
+        return decode(self, decoder, which, watch)
+
+    monkeypatch.setattr(Evaluator, "_decode", listening)
+    first = evaluator()
+    assert heard == [(kind, prompt) for prompt in range(3) for kind in ("drafted", "plain")]
+    heard.clear()
+    again = evaluator()  # the third prompt's plain answer is kept
+    assert heard == [("drafted", 0), ("plain", 0), ("drafted", 1), ("plain", 1), ("drafted", 2)]
+    assert (first.num_checked, again.num_checked) == (3, 3) and first.lossless and again.lossless
+    assert again.checked.requests == again.plain.requests == 2 and again.stats.requests == 3
+    assert again.outputs == first.outputs
+
+
 def _drafted_only(decode):
     def checked(self, decoder, which, watch):
         assert decoder.proposer.num_drafts, "decoded plainly again"
