@@ -27,7 +27,15 @@ from dflash_lightning.head import DraftHead
 from dflash_lightning.loss import LossTerm
 from dflash_lightning.model import DraftModel
 from dflash_lightning.model_start import DraftPlan
-from dflash_lightning.module_guard import ADVICE, Diverged, ScaleGuard, StepGuard, StepRecord, check_trainer
+from dflash_lightning.module_guard import (
+    ADVICE,
+    Diverged,
+    ScaleGuard,
+    StepGuard,
+    StepRecord,
+    check_checkpoint,
+    check_trainer,
+)
 from dflash_lightning.module_log import StepLog
 from dflash_lightning.module_optim import LengthChange, OptimSettings, gradients, length_change, set_rates
 from dflash_lightning.ops.lm_head import Argmax, LanguageHead, View
@@ -310,6 +318,7 @@ class DraftModule(LightningModule):
         checkpoint["optim"] = {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self.optim).items()}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        check_checkpoint(checkpoint)
         # By way of the class, which fills in what a checkpoint of an older version does not state.
         theirs, ours = (
             c.to_dict() for c in (DraftConfig.from_dict(checkpoint["draft_config"]), self.draft_model.config)

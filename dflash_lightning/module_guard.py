@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -151,7 +152,7 @@ def check_trainer(trainer: Trainer, model: nn.Module) -> None:
     """Refuse a trainer with which ``model`` would train silently worse, or not at all.
 
     Raises:
-        ValueError: its strategy shards parameters, or its precision keeps them in half precision.
+        ValueError: its strategy shards parameters, or its precision does not keep them in float32.
     """
     if not isinstance(trainer.strategy, (SingleDeviceStrategy, DDPStrategy)):
         raise ValueError(
@@ -160,6 +161,27 @@ def check_trainer(trainer: Trainer, model: nn.Module) -> None:
         )
     if any(p.dtype != torch.float32 for p in model.parameters()):
         raise ValueError(
-            f"trainer.precision: {trainer.precision} keeps the drafter's weights in half precision, where "
-            "small updates are lost (norm weights would stay exactly 1). Use bf16-mixed or 32-true."
+            f"trainer.precision: {trainer.precision} does not keep the drafter's weights in float32 (in "
+            "half precision small updates are lost: norm weights would stay exactly 1). Use bf16-mixed or 32-true."
+        )
+
+
+def check_checkpoint(checkpoint: dict[str, Any]) -> None:
+    """Refuse to go on from a checkpoint with weights or optimizer moments that are no numbers.
+
+    Nothing here writes one; versions before this check did, and every step from it on would diverge.
+
+    Raises:
+        ValueError: names the first such tensor and how many there are.
+    """
+    named = {f"weights {name}": value for name, value in checkpoint.get("state_dict", {}).items()}
+    for optimizer in checkpoint.get("optimizer_states", []):
+        for number, state in optimizer["state"].items():
+            named |= {f"optimizer {name} of parameter {number}": value for name, value in state.items()}
+    broken = [n for n, v in named.items() if isinstance(v, Tensor) and not torch.isfinite(v).all()]
+    if broken:
+        raise ValueError(
+            f"the checkpoint of step {checkpoint.get('global_step')} cannot be resumed from: {len(broken)} of its "
+            f"{len(named)} tensors hold NaN or infinity ({broken[0]} is the first), so the run had diverged before it "
+            "was written. Start anew with --fresh (the earlier run and its best.ckpt are kept) and a lower optim.lr."
         )

@@ -21,6 +21,7 @@ from dflash_lightning.recipe_files import file_faults
 from dflash_lightning.recipe_hints import hints_of
 from dflash_lightning.recipe_nodes import NodeChecker, class_of
 from dflash_lightning.recipe_ranges import range_faults
+from dflash_lightning.recipe_trainer import trainer_faults
 from dflash_lightning.recipe_tree import mapping_at, plain_tree
 
 _MODULE = "dflash_lightning.module.DraftModule"
@@ -88,6 +89,7 @@ def _check_tree(tree: dict[str, Any], read: Reader) -> Iterator[Fault]:
     yield from _check_suggested(tree.get("target"), checker)
     yield from _check_monitors(tree.get("callbacks"))
     yield from _check_logger(tree.get("logger"))
+    yield from trainer_faults(tree.get("trainer"))
     yield from file_faults(tree)
 
 

@@ -136,9 +136,11 @@ class RunFolder:
             return  # it ended before its first checkpoint: nothing to lose
         if differing := self._differing(cfg, but):
             listed = "\n".join(f"    {line}" for line in differing)
+            same_data = all(" there, " in line for line in differing)
+            own = f"Go on with that recipe: dflash fit {self.path}.\n  Or choose" if same_data else "Choose"
             raise ValueError(
                 f"run_dir: {self.path} holds a run of another recipe:\n{listed}\n"
-                "  Choose another folder with run_dir=FOLDER, or start anew with --fresh (the earlier run is kept)."
+                f"  {own} another folder with run_dir=FOLDER, or start anew with --fresh (the earlier run is kept)."
             )
 
     def is_same_run(self, cfg: DictConfig) -> bool:

@@ -34,6 +34,21 @@ def extend_recipe(cfg: DictConfig, extensions: Sequence[str]) -> None:
             OmegaConf.update(cfg, key, -1)
 
 
+def behind(cfg: DictConfig, steps: int, epochs: int) -> str | None:
+    """Why a recipe's new length leaves nothing to train for a run of ``steps`` and whole ``epochs``; null if it does.
+
+    The length that bounded the run so far may have been the other one, so their values alone do not tell.
+    """
+    for key, made in zip(LENGTHS, (epochs, steps), strict=True):
+        length: Any = OmegaConf.select(cfg, key)
+        if isinstance(length, int) and 0 < length <= made:
+            return (
+                f"{key}={length}: the run has made {steps} optimizer steps and {epochs} whole epochs already. Give the "
+                f"length of the whole run, {made + 1} or more."
+            )
+    return None
+
+
 def _parse(text: str) -> tuple[str, int]:
     key, _, value = text.partition("=")
     if key not in LENGTHS:

@@ -312,6 +312,7 @@ def test_fit_refuses_the_folder_of_another_recipe_and_shows_the_keys(
     assert "holds a run of another recipe" in error
     assert "optim.lr: 0.002 there, 0.5 now" in error
     assert error.count(" there, ") == 1
+    assert "Go on with that recipe: dflash fit runs/trained." in error
 
 
 def test_fit_refuses_a_folder_that_is_no_run(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,12 +28,13 @@ from dflash_lightning.module import DraftModule
 from dflash_lightning.module_guard import Diverged
 from dflash_lightning.recipe import Parts, build_recipe, check_recipe, load_recipe
 from dflash_lightning.run import RunFolder
-from dflash_lightning.run_length import LENGTHS, extend_recipe
+from dflash_lightning.run_length import LENGTHS, behind, extend_recipe
 
 # Lightning starts the other ranks of one machine as copies of this command: rank 0 tells them what it decided, because
 # the folder no longer looks the same by then.
 _RESUME = "DFLASH_RESUME_FROM"
 INTERRUPTED = 130
+_UNREADABLE = (OSError, RuntimeError, ValueError, KeyError, TypeError, EOFError, pickle.UnpicklingError)
 
 
 def fit(
@@ -126,8 +127,11 @@ def _decide(folder: RunFolder, cfg: DictConfig, fresh: bool, but: Sequence[str] 
         raise ValueError(
             f"--extend: {folder.path} holds no run to go on with ({folder.last} is missing). Leave it out."
         )
-    if folder.finished and not (but and folder.is_longer(cfg, but)):
+    longer = bool(but) and folder.is_longer(cfg, but)
+    if folder.finished and not longer:
         return None
+    if longer and (fault := behind(cfg, *_made(folder.last))) is not None:
+        raise ValueError(f"--extend {fault}")
     return str(folder.last) if folder.last.exists() else ""
 
 
@@ -139,8 +143,17 @@ def _step_in(checkpoint: Path) -> int | None:
     try:
         found = torch.load(checkpoint, map_location="cpu", mmap=True, weights_only=True)
         return int(found["global_step"])
-    except (OSError, RuntimeError, ValueError, KeyError, TypeError, EOFError, pickle.UnpicklingError):
+    except _UNREADABLE:
         return None
+
+
+def _made(checkpoint: Path) -> tuple[int, int]:
+    """Optimizer steps and whole epochs that a checkpoint holds; zeros where that cannot be read."""
+    try:
+        found = torch.load(checkpoint, map_location="cpu", mmap=True, weights_only=True)
+        return int(found["global_step"]), int(found["DraftData"]["train"]["epoch"])
+    except _UNREADABLE:
+        return 0, 0
 
 
 def _at_step(checkpoint: Path) -> str:

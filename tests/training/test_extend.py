@@ -11,7 +11,7 @@ from lightning.pytorch import Callback
 from omegaconf import OmegaConf
 
 from dflash_lightning.module_optim import LengthChange, OptimSettings, length_change
-from dflash_lightning.run_length import extend_recipe
+from dflash_lightning.run_length import behind, extend_recipe
 
 LENGTHS = [20, 9, 14, 30, 12, 17, 25, 8]
 CONSTANT = ["optim.warmup_steps=0", "+optim.final_fraction=1.0", "callbacks=[checkpoint_last]"]
@@ -106,6 +106,11 @@ def test_an_extended_run_is_the_longer_one(
     assert place.main(["fit", str(place.run(name)), "--extend", extension.partition("=")[0] + "=2"]) == (
         0 if extension.endswith("=2") else 2
     )
+    other = "trainer.max_steps=5" if "epochs" in extension else "trainer.max_epochs=1"
+    capsys.readouterr()
+    assert place.main(["fit", str(place.run(name)), "--extend", other]) == 2
+    assert "has made 24 optimizer steps and 2 whole epochs already" in capsys.readouterr().err
+    assert place.state(name)["finished"]
 
 
 @pytest.mark.parametrize(
@@ -129,6 +134,17 @@ def test_the_other_bound_gives_way() -> None:
     assert OmegaConf.to_container(cfg) == {"trainer": {"max_epochs": -1, "max_steps": 100}}
     extend_recipe(cfg, ["trainer.max_epochs=3"])
     assert OmegaConf.to_container(cfg) == {"trainer": {"max_epochs": 3, "max_steps": -1}}
+
+
+def test_a_length_that_is_behind_already_is_refused() -> None:
+    """In steps where epochs bounded the run so far, and the other way round."""
+    assert behind(OmegaConf.create({"trainer": {"max_epochs": -1, "max_steps": 27}}), 26, 2) is None
+    assert behind(OmegaConf.create({"trainer": {"max_epochs": 2, "max_steps": -1}}), 20, 1) is None
+    for trainer, words in (
+        ({"max_epochs": -1, "max_steps": 5}, "trainer.max_steps=5: the run has made 26 optimizer steps"),
+        ({"max_epochs": 2, "max_steps": -1}, "Give the length of the whole run, 3 or more"),
+    ):
+        assert words in str(behind(OmegaConf.create({"trainer": trainer}), 26, 2))
 
 
 def test_nothing_to_extend_is_said(place: Any, capsys: pytest.CaptureFixture[str]) -> None:

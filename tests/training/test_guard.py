@@ -114,31 +114,23 @@ def test_weights_that_are_none_are_not_saved(place: Any, rate: str, capsys: pyte
         assert all(torch.isfinite(v).all() for v in place.checkpoint(f"high-{rate}")["state_dict"].values())
 
 
-def test_a_checkpoint_that_is_broken_already_is_named(
-    place: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """As an earlier version wrote it."""
-    monkeypatch.setattr(DraftModule, "broken_parameters", lambda self: [])
-    stop = {"left": 1}
-
-    class Cut(BaseException):
-        pass
-
-    def cut(self: Any, *rest: Any) -> None:
-        if self.global_step == 3 and stop.pop("left", 0):
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(DraftModule, "on_train_batch_start", cut)
-    arguments = ["data.packing=false", "callbacks.recent.every_n_train_steps=1"]
-    assert place.fit("smoke", *arguments, name="broken") == 130
+def test_a_checkpoint_that_is_broken_already_is_refused(place: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """As an earlier version wrote it: the same command would diverge for ever."""
+    arguments = ["data.packing=false", "trainer.max_epochs=2", "callbacks=[checkpoint_last]", "logger=false"]
+    assert place.fit("smoke", *arguments, "+trainer.max_time={seconds: 0}", name="broken") == 130
     path = place.run("broken") / "checkpoints" / "last.ckpt"
-    checkpoint = torch.load(path, weights_only=False)
-    checkpoint["state_dict"]["model.drafter.norm.weight"][0] = float("nan")
-    torch.save(checkpoint, path)
-    capsys.readouterr()
-    assert place.fit("smoke", *arguments, name="broken") == 1
-    error = capsys.readouterr().err
-    assert "1 of 14 parameters were NaN or infinite before this step, drafter.norm.weight first" in error
+    whole = path.read_bytes()
+    for where in ("weights model.drafter.norm.weight", "optimizer exp_avg of parameter 1"):
+        checkpoint = torch.load(path, weights_only=False)
+        moments = checkpoint["optimizer_states"][0]["state"][1]
+        (checkpoint["state_dict"] if "weights" in where else moments)[where.split()[1]].view(-1)[0] = float("nan")
+        torch.save(checkpoint, path)
+        capsys.readouterr()
+        assert place.fit("smoke", *arguments, name="broken") == 2
+        error = capsys.readouterr().err
+        assert f"tensors hold NaN or infinity ({where} is the first)" in error and "--fresh" in error
+        path.write_bytes(whole)
+    assert place.fit("smoke", *arguments, name="broken") == 0
 
 
 def record(loss: float, norm: float) -> StepRecord:
