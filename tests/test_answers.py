@@ -17,6 +17,8 @@ from transformers import PreTrainedTokenizerFast
 from dflash_lightning.cli import main
 from dflash_lightning.commands import drafts as drafts_module
 from dflash_lightning.commands.answer import Answerer
+from dflash_lightning.commands.drafts import find_draft
+from dflash_lightning.commands.run_figures import figures_of, read_report
 from dflash_lightning.decoding import draft_proposer
 from dflash_lightning.decoding.decoder import SpeculativeDecoder
 from dflash_lightning.model import save_draft
@@ -232,6 +234,49 @@ def test_the_coldest_temperature_and_any_seed_decode(here: Path, capsys: pytest.
     assert said("--temperature", "1", "--seed", str(2**64)) == drawn[str(2**64)]
 
 
+def test_one_file_or_drafter_in_two_spellings_is_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "other").mkdir(exist_ok=True)
+    for draft, prompts in ((["a"], ["one.jsonl", "other/../one.jsonl"]), (["a", "./a/"], ["one.jsonl"])):
+        assert main(["evaluate", "--draft", *draft, "--target", "target", "--prompts", *prompts, *FIXED]) == 2
+        assert "is given twice (as " in capsys.readouterr().err
+
+
+def test_the_report_of_evaluate_overwrites_nothing_it_reads(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = (here / "one.jsonl").read_text()
+    arguments = ["evaluate", "--draft", "a", "--target", "target", "--prompts", "one.jsonl", *FIXED]
+    assert main([*arguments, "--json", "./one.jsonl"]) == 2
+    assert "would be overwritten" in capsys.readouterr().err
+    assert (here / "one.jsonl").read_text() == before
+
+
+def test_answers_of_one_token_are_compared_and_have_no_speed(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["evaluate", "--draft", "a", "b", "--target", "target", "--prompts", "one.jsonl", "--json", "out.json"]
+    assert main([*arguments, "--max-new-tokens", "1", "--eager"]) == 0
+    printed = capsys.readouterr().out
+    assert "nan" not in printed and "x its speed" not in printed
+    assert printed.count("lossless: yes (3 of 3 outputs identical)") == 2
+    assert [draft["speedup_over_plain"] for draft in json.loads(Path("out.json").read_text())["drafts"]] == [None, None]
+
+
+def test_drafters_that_cannot_be_the_targets_are_named_before_weights_are_read(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, make_target: Any, make_draft: Any
+) -> None:
+    save_draft(make_draft(make_target("llama", vocab_size=300)), here / "large")
+    monkeypatch.setattr(drafts_module, "make_target", lambda node: pytest.fail("weights were read"))
+    for draft, said in (
+        (["large"], "large: made for tiny-llama with vocabulary rows 300"),
+        (["a", "large"], "large for"),
+    ):
+        assert main(["evaluate", "--draft", *draft, "--target", "target", "--prompts", "one.jsonl", *FIXED]) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_side_by_side_shows_times_of_one_prompt_at_a_time_only(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["evaluate", "--draft", "a", "b", "--target", "target", "--prompts", "one.jsonl", *FIXED]
+    assert main([*arguments, "--batch-size", "2"]) == 0
+    assert "ms per draft" not in capsys.readouterr().out
+
+
 # -- report -----------------------------------------------------------------------------------------------------------
 
 
@@ -413,3 +458,71 @@ def test_the_draft_step_is_compiled_where_that_pays_back_within_the_answer(
         assert ("compiling the draft step" in captured.err) is compiled
         said.append(report["output_ids"])
     assert said[0] == said[1] == said[2]
+
+
+# -- what is not as it should be --------------------------------------------------------------------------------------
+
+
+def test_a_report_is_written_into_a_run_or_refused_before_anything_is_measured(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drafts_module, "make_target", lambda node: pytest.fail("weights were read"))
+    assert main(["report", "run/checkpoints/best.ckpt", "--max-new-tokens", "4"]) == 2
+    assert "best.ckpt is a file" in capsys.readouterr().err
+
+
+def test_a_damaged_report_is_made_anew(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for text in ("{broken", "[]", '{"tau": 2.0}'):
+        Path("run/report.json").write_text(text)
+        assert read_report(Path("run/report.json")) == {}
+        assert figures_of(find_draft("run")) is None
+    assert main(["report", "run", "--keep", "--max-new-tokens", "1", "--timed", "1"]) == 0
+    assert "is damaged or no report" in capsys.readouterr().out
+    assert main(["report", "run", "--keep", "--max-new-tokens", "1", "--timed", "1", "--min-tau", "1"]) == 1
+    printed = capsys.readouterr()
+    assert "is up to date" in printed.out and "no round was drafted" in printed.err
+    Path("run/report.json").unlink()
+
+
+def test_times_of_a_report_are_of_the_prompts_that_were_timed(here: Path) -> None:
+    assert main(["report", "run", "--max-new-tokens", "4", "--timed", "1", "--limit", "3"]) == 0
+    report = json.loads(Path("run/report.json").read_text(), parse_constant=pytest.fail)
+    assert report["decoding"]["s_per_token"] < 1.5 * report["s_per_token"]["speculative"]
+    assert report["decoding"]["s_per_token"] * 1.5 > report["s_per_token"]["speculative"]
+    assert report["finished"] is None
+    Path("run/report.json").unlink()
+
+
+def test_a_text_file_of_prompts_is_read_as_text(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("marked.TXT").write_bytes("\ufefffirst\u2028line\nsecond\n".encode())
+    arguments = ["generate", "--draft", "a", "--target", "target", *FIXED]
+    assert main([*arguments, "--prompts", "marked.TXT"]) == 0
+    assert "### 1 of 2: first line" in capsys.readouterr().out
+    Path("latin.txt").write_bytes(b"caf\xe9\n")
+    assert main([*arguments, "--prompts", "latin.txt"]) == 2
+    assert "latin.txt is no text in UTF-8" in capsys.readouterr().err
+    assert main([*arguments, "--prompt", "caf\udce9"]) == 2
+    assert "--prompt: 'text' holds half a character" in capsys.readouterr().err
+
+
+def test_a_byte_that_is_no_text_does_not_end_a_conversation(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9\nmore\n"), encoding="utf-8"))
+    assert main(["generate", "--draft", "a", "--target", "target", "--chat", *FIXED]) == 0
+    assert capsys.readouterr().err.count("tokens/s") == 2
+
+
+def test_a_run_whose_prompts_are_gone_can_be_exported(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = Path("run/recipe.yaml")
+    kept = recipe.read_text()
+    try:
+        recipe.write_text(kept.replace("one.jsonl", "gone.jsonl"))
+        assert main(["export", "--draft", "run", "--format", "zlab", "--out", "moved", "--max-new-tokens", "4"]) == 0
+        assert "the replay is of prompts of ours" in capsys.readouterr().err
+        assert main(["report", "run"]) == 2
+        assert "callbacks.speculative_eval.prompts of the run" in capsys.readouterr().err
+        recipe.write_text(yaml.safe_dump({**yaml.safe_load(kept), "callbacks": {"speculative_eval": None}}))
+        assert main(["export", "--draft", "run", "--format", "zlab", "--out", "bare", "--max-new-tokens", "4"]) == 0
+    finally:
+        recipe.write_text(kept)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import sys
 from typing import Any
 
@@ -21,6 +22,8 @@ def chat(answerer: Answerer, chat_template_kwargs: dict[str, Any]) -> None:
     """Answer what is typed, with all that was said before it, until the end of the input or ``/exit``."""
     target = answerer.target
     messages: list[dict[str, Any]] = []
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")  # a byte that is no UTF-8 must not end the conversation
     print(f"{target.facts.name}. {_HELP}", file=sys.stderr, flush=True)
     while (text := _read()) is not None:
         if text in ("/exit", "/quit"):

@@ -111,7 +111,10 @@ def use_draft(draft: FoundDraft, target: FrozenTarget, *, relative: bool = False
     Raises:
         ValueError: it was made for another target.
     """
-    target.check_draft(draft.model.config, relative=relative)
+    try:
+        target.check_draft(draft.model.config, relative=relative)
+    except ValueError as error:  # of several drafters, it is open which one it speaks of
+        raise ValueError(f"{draft.source}: {str(error).removeprefix('draft: ')}") from None
     draft.model.to(target.device)  # type: ignore[arg-type]
 
 

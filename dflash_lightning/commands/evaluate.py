@@ -8,7 +8,7 @@ from typing import Any
 
 from dflash_lightning.commands.drafts import FoundDraft, check_device, find_draft, other_target
 from dflash_lightning.commands.evaluate_text import side_by_side, title
-from dflash_lightning.commands.measured import Measured, PromptFile, load_files
+from dflash_lightning.commands.measured import Measured, PromptFile, check_once, load_files
 from dflash_lightning.commands.ready import open_ready, settings_of
 from dflash_lightning.decoding import DecodingSettings
 from dflash_lightning.decoding.decoder import DecodeResult
@@ -29,10 +29,11 @@ def evaluate(args: argparse.Namespace) -> int:
     """
     settings = settings_of(args)
     check_device(args.device)
-    _check_json(args.json)
+    _check_json(args.json, [*args.prompts, *args.draft])
     files = load_files(args.prompts, args.limit)
-    drafts = [find_draft(path) for path in _once(args.draft, "--draft")]
-    _check_alike(drafts)
+    check_once(args.draft, "--draft")
+    drafts = [find_draft(path) for path in args.draft]
+    _check_alike(drafts, relative=args.other_target)
     prompts = [prompt for file in files for prompt in file.prompts]
     target, ids = open_ready(drafts, args, settings, prompts, call=lambda place: _place(files, place))
     found = _measure(drafts, target, ids, settings, files)
@@ -42,30 +43,35 @@ def evaluate(args: argparse.Namespace) -> int:
     return 1 if any(measured.evaluation.broken for measured in found) else 0
 
 
-def _check_json(path: str | None) -> None:
-    """Refuse a report that could not be written when all is measured."""
-    if path is not None and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
+def _check_json(path: str | None, read: list[str]) -> None:
+    """Refuse a report that could not be written when all is measured, or would overwrite what is ``read``."""
+    if path is None:
+        return
+    if not path or Path(path).is_dir() or not Path(path).absolute().parent.is_dir():
         raise ValueError(
-            f"--json: {path} cannot be written: it is a folder, or its folder is not there. Make it first."
+            f"--json: {path or 'an empty name'} cannot be written: it is no name of a file, a folder, or its folder is "
+            "not there. Name a file in a folder that is there."
         )
+    if Path(path).resolve() in {Path(name).expanduser().resolve() for name in read}:
+        raise ValueError(f"--json: {path} is read by this command and would be overwritten. Choose another file.")
 
 
-def _once(paths: list[str], option: str) -> list[str]:
-    """Refuse one path given twice: it would be measured twice."""
-    twice = sorted({path for path in paths if paths.count(path) > 1})
-    if twice:
-        raise ValueError(f"{option}: {twice[0]} is given twice. Name it once.")
-    return paths
-
-
-def _check_alike(drafts: list[FoundDraft]) -> None:
-    """Drafters are compared on the same prompts, so these must be rendered alike for all.
+def _check_alike(drafts: list[FoundDraft], *, relative: bool) -> None:
+    """Drafters are compared on one target and the same prompts, so these must be rendered alike for all.
 
     Raises:
-        ValueError: two were trained with different settings of the chat template.
+        ValueError: two were made for different targets (which ``relative`` allows), or trained with different settings
+            of the chat template.
     """
     first = drafts[0]
     for other in drafts[1:]:
+        made_for = [draft.model.config.target for draft in (first, other)]
+        if not relative and len({target.get("digest") for target in made_for} - {None}) > 1:
+            raise ValueError(
+                f"--draft: {first.source} was made for the target {made_for[0].get('name')}, {other.source} for "
+                f"{made_for[1].get('name')} with other weights. Measure them one by one, or all on one --target with "
+                "--other-target."
+            )
         if other.chat_template_kwargs != first.chat_template_kwargs:
             raise ValueError(
                 f"--draft: {first.source} was trained with chat_template_kwargs {first.chat_template_kwargs}, "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from dflash_lightning.commands.drafts import other_target_line
 from dflash_lightning.commands.measured import Measured
 from dflash_lightning.decoding.interval import difference_interval, pooled_tau
@@ -20,20 +22,19 @@ def side_by_side(found: list[Measured]) -> str:
     if len(found) < 2:
         return ""
     single = all(measured.evaluation.batch_size == 1 for measured in found)
-    head = ["drafter", "tau (95 %)", "more than the first (95 %)", "whole blocks", "ms per draft"]
-    rows = [head + ["speed-up"] * single + ["lossless"]]
+    head = ["drafter", "tau (95 %)", "more than the first (95 %)", "whole blocks"]
+    rows = [head + ["ms per draft", "speed-up"] * single + ["lossless"]]
     for measured in found:
         evaluation, interval = measured.evaluation, measured.interval
-        tau = f"{evaluation.stats.tau:.2f}" + ("" if interval is None else f" ({interval})")
         row = [
             str(measured.draft.source) + (" (other target)" if measured.other_target else ""),
-            tau,
+            _number(evaluation.stats.tau, ".2f") + ("" if interval is None else f" ({interval})"),
             "" if measured is found[0] else _more(found[0], measured),
-            f"{evaluation.stats.ceiling:.1%}",
-            f"{evaluation.stats.stage_ms('draft'):.1f}",
+            _number(evaluation.stats.ceiling, ".1%"),
         ]
         if single:
-            row.append("" if evaluation.speedup is None else f"{evaluation.speedup:.2f}x")
+            row.append(_number(evaluation.stats.stage_ms("draft"), ".1f"))
+            row.append("-" if evaluation.speedup is None else f"{evaluation.speedup:.2f}x")
         rows.append([*row, evaluation.verdict])
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
@@ -43,5 +44,10 @@ def side_by_side(found: list[Measured]) -> str:
 def _more(first: Measured, other: Measured) -> str:
     ours, theirs = first.evaluation.generations, other.evaluation.generations
     interval = difference_interval(ours, theirs)
-    more = f"{pooled_tau(theirs) - pooled_tau(ours):+.2f}"
+    more = _number(pooled_tau(theirs) - pooled_tau(ours), "+.2f")
     return more if interval is None else f"{more} ({interval.low:+.2f} to {interval.high:+.2f})"
+
+
+def _number(value: float, form: str) -> str:
+    """A figure, or a dash where nothing was counted."""
+    return "-" if math.isnan(value) else format(value, form)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
 from dflash_lightning.commands.drafts import FoundDraft, find_draft, open_target_of
-from dflash_lightning.commands.run_figures import figures_of, trained_length
+from dflash_lightning.commands.run_figures import figures_of, own_prompts, trained_length
 from dflash_lightning.data import load_prompts, render_prompt
 from dflash_lightning.export import FORMATS, check_format, check_place, serving
 from dflash_lightning.export import export as write_export
@@ -29,6 +30,7 @@ def export(args: argparse.Namespace) -> int:
     draft = find_draft(args.draft)
     check_format(draft.model.config, args.format, args.weights)
     report = figures_of(draft)
+    asked = _asked(args, draft)
     target = open_target_of(draft, args.target, device=args.device, dtype=args.dtype)
     facts = write_export(
         draft.model,
@@ -36,7 +38,7 @@ def export(args: argparse.Namespace) -> int:
         folder,
         format=args.format,
         dtype=args.weights,
-        prompts=_prompts(args, draft, target),
+        prompts=_prompts(asked, draft, target),
         max_new_tokens=args.max_new_tokens,
         chat_template_kwargs=draft.chat_template_kwargs,
         report=report,
@@ -50,14 +52,25 @@ def export(args: argparse.Namespace) -> int:
     return 0
 
 
-def _prompts(args: argparse.Namespace, draft: FoundDraft, target: FrozenTarget) -> list[list[int]]:
-    """Prompts of the replay: those given, else the run's own, else a few of ours; plain ids without a tokenizer."""
+def _asked(args: argparse.Namespace, draft: FoundDraft) -> list[Any]:
+    """The prompts of the replay, read before the target: those given, else the run's own, else a few of ours."""
+    if args.prompts is not None:
+        return list(load_prompts(args.prompts, limit=NUM_PROMPTS))
+    ours: list[Any] = [[{"role": "user", "content": text}] for text in MESSAGES]
+    file = own_prompts(draft).get("prompts")
+    if file is None:
+        return ours
+    try:
+        return list(load_prompts(file, limit=NUM_PROMPTS))
+    except ValueError as error:  # a run may be exported elsewhere than where it was trained
+        print(f"the replay is of prompts of ours, as those of the run cannot be read ({error})", file=sys.stderr)
+        return ours
+
+
+def _prompts(asked: list[Any], draft: FoundDraft, target: FrozenTarget) -> list[list[int]]:
+    """Ids of the replay's prompts; made up ones without a tokenizer."""
     if target.tokenizer is None or not target.chat_template_text:
         size = target.facts.num_tokens or target.facts.vocab_size
         return [[(37 * i + 11 * n) % size for i in range(24)] for n in range(1, NUM_PROMPTS)]
-    file = args.prompts or draft.recipe.get("callbacks", {}).get("speculative_eval", {}).get("prompts")
-    messages: list[Any] = [[{"role": "user", "content": text}] for text in MESSAGES]
-    if file is not None:
-        messages = list(load_prompts(file, limit=NUM_PROMPTS))
     rows, kwargs = target.facts.vocab_size, draft.chat_template_kwargs
-    return [render_prompt(target.tokenizer, m, vocab_size=rows, **kwargs) for m in messages]
+    return [render_prompt(target.tokenizer, m, vocab_size=rows, **kwargs) for m in asked]

@@ -15,6 +15,7 @@ from dflash_lightning.commands.drafts import check_device, find_draft, other_tar
 from dflash_lightning.commands.ready import open_ready, settings_of
 from dflash_lightning.commands.token_stream import GREEN, PLAIN, TokenStream
 from dflash_lightning.data import Prompt, left_out_line, load_prompts
+from dflash_lightning.data.values import checked_text
 from dflash_lightning.decoding.watch import watching
 from dflash_lightning.files import find_file
 from dflash_lightning.run import json_text
@@ -76,17 +77,30 @@ def _prompts(args: argparse.Namespace) -> list[Any]:
     if args.prompt_ids is not None:
         return [args.prompt_ids]
     if args.prompt is not None:
-        return [Prompt([{"role": "user", "content": args.prompt}], where="--prompt")]
-    if Path(args.prompts).suffix != ".txt":
+        return [_asked(args.prompt, "--prompt")]
+    if Path(args.prompts).suffix.lower() != ".txt":
         prompts = load_prompts(args.prompts, limit=args.limit)
         if (left_out := left_out_line(prompts)) is not None:
             print(left_out, file=sys.stderr, flush=True)
         return list(prompts)
-    lines = find_file(args.prompts, setting="--prompts").read_text(encoding="utf-8").splitlines()
+    lines = _text_of(find_file(args.prompts, setting="--prompts")).split("\n")
     asked = [(number, line.strip()) for number, line in enumerate(lines, start=1) if line.strip()][: args.limit]
     if not asked:
         raise ValueError(f"--prompts: {args.prompts} holds no text. Write one prompt a line.")
-    return [Prompt([{"role": "user", "content": text}], where=f"{args.prompts}:{number}") for number, text in asked]
+    return [_asked(text, f"{args.prompts}:{number}") for number, text in asked]
+
+
+def _text_of(file: Path) -> str:
+    """A text file without the mark that some editors write at its beginning."""
+    try:
+        return file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--prompts: {file} is no text in UTF-8 ({error}). Convert it.") from None
+
+
+def _asked(text: str, where: str) -> Prompt:
+    """A single question; a terminal of another encoding than UTF-8 gives halves of characters."""
+    return Prompt([{"role": "user", "content": checked_text(text, where, "text")}], where=where)
 
 
 def _first_words(prompt: Any) -> str:

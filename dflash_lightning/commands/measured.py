@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from dflash_lightning.commands.drafts import FoundDraft
@@ -27,14 +28,27 @@ def load_files(paths: list[str], limit: int | None) -> list[PromptFile]:
     Raises:
         ValueError: a file is given twice, is not there or holds no prompt.
     """
-    twice = sorted({path for path in paths if paths.count(path) > 1})
-    if twice:
-        raise ValueError(f"--prompts: {twice[0]} is given twice. Name it once.")
+    check_once(paths, "--prompts")
     files = [PromptFile(path, list(load_prompts(path, limit=limit))) for path in paths]
     for file in files:
         if (left_out := left_out_line(file.prompts)) is not None:
             print(f"{file.path}: {left_out}", flush=True)
     return files
+
+
+def check_once(paths: list[str], option: str) -> None:
+    """Refuse a path given twice, however it is spelled: it would be measured twice, and count twice in all sums.
+
+    Raises:
+        ValueError: names both spellings.
+    """
+    seen: dict[Path, str] = {}
+    for path in paths:
+        place = Path(path).expanduser().resolve()
+        if place in seen:
+            again = "" if seen[place] == path else f" (as {seen[place]} too)"
+            raise ValueError(f"{option}: {path} is given twice{again}. Name it once.")
+        seen[place] = path
 
 
 @dataclass
@@ -100,6 +114,8 @@ class Measured:
 
 def tau_text(generations: list[Generation]) -> str:
     """``tau 2.31 (95 %: 2.10 to 2.52)  40 prompts``."""
+    if not any(generation.committed for generation in generations):
+        return f"no round was drafted  {len(generations)} prompts"
     interval = tau_interval(generations)
     certain = "" if interval is None else f" (95 %: {interval})"
     return f"tau {pooled_tau(generations):.2f}{certain}  {len(generations)} prompts"

@@ -49,6 +49,8 @@ def open_ready(
     """
     draft, *others = drafts
     text = open_text_of(draft, args.target)
+    if text is not None:
+        _check_rows(text, drafts)
     ids = None if text is None else _ready(text, drafts, settings, prompts, call)
     target = open_target_of(
         draft, args.target, device=args.device, dtype=args.dtype, relative=getattr(args, "other_target", False)
@@ -56,6 +58,22 @@ def open_ready(
     for other in others:
         use_draft(other, target, relative=args.other_target)
     return target, _ready(target.text, drafts, settings, prompts, call) if ids is None else ids
+
+
+def _check_rows(text: TargetText, drafts: Sequence[FoundDraft]) -> None:
+    """What tells without weights that a drafter is not the target's; the rest is asked of the target itself.
+
+    Raises:
+        ValueError: the target has another vocabulary.
+    """
+    for draft in drafts:
+        config = draft.model.config
+        if config.vocab_size not in (None, text.vocab_size):
+            raise ValueError(
+                f"{draft.source}: made for {config.target.get('name', 'another target')} with vocabulary rows "
+                f"{config.vocab_size}, but the target {text.name} has {text.vocab_size}. Give the target it was made "
+                f"for, or train a drafter for {text.name}."
+            )
 
 
 def _ready(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from dflash_lightning.commands.measured import load_files
 from dflash_lightning.commands.ready import open_ready, settings_of
 from dflash_lightning.commands.report_decoding import decode_for_report
 from dflash_lightning.commands.report_text import failures, table
-from dflash_lightning.commands.run_figures import REPORT_FILE
+from dflash_lightning.commands.run_figures import PROMPTS_KEY, REPORT_FILE, own_prompts, read_report
 from dflash_lightning.data import Prompt
 from dflash_lightning.data.overlap import ngram_overlap
 from dflash_lightning.data.rows import ChatRow, TextRow, TokenRow
@@ -27,6 +26,7 @@ from dflash_lightning.decoding.benchmark import Timing
 from dflash_lightning.decoding.interval import tau_interval
 from dflash_lightning.files import find_file
 from dflash_lightning.machine import machine
+from dflash_lightning.model_files import WEIGHTS_FILE
 from dflash_lightning.run import RunFolder, file_digest, json_text, versions
 from dflash_lightning.target import FrozenTarget
 from dflash_lightning.target.served import served_line, served_settings
@@ -44,20 +44,27 @@ def report(args: argparse.Namespace) -> int:
     The exit status is 1 when output differs from the target's own by more than rounding (in float32: at all), and when
     tau is below ``--min-tau``.
     """
-    folder = RunFolder(Path(args.run_dir))
+    folder = RunFolder(_folder(args.run_dir))
     file = folder.path / (OTHER_REPORT_FILE if args.other_target else REPORT_FILE)
     settings = settings_of(args)
     check_device(args.device)
     draft = find_draft(args.run_dir)
     prompts = _choose_prompts(args, draft)
     asked = _asked(args, draft, prompts)
-    earlier = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    earlier = read_report(file)
+    spent = _spent(folder)  # a damaged run.json is found before anything is measured
     if args.keep and earlier.get("asked") == asked:
         print(f"{file} is up to date")
         figures = earlier
     else:
         measured = _measure(args, draft, prompts, settings)
-        figures = {**measured, **_minutes(args, folder, earlier), "note": prompts.note, "asked": asked}
+        figures = {
+            **measured,
+            **spent,
+            "total_minutes": _total_minutes(args, folder, earlier),
+            "note": prompts.note,
+            "asked": asked,
+        }
         file.write_text(json_text(figures), encoding="utf-8")
         print(f"written to {file}")
     print(table(figures))
@@ -67,32 +74,50 @@ def report(args: argparse.Namespace) -> int:
     return 1 if reasons else 0
 
 
+def _folder(path: str) -> Path:
+    """The run's folder, into which the report is written.
+
+    Raises:
+        ValueError: ``path`` is something else that holds a drafter.
+    """
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        what = "is a file" if folder.is_file() else "is not here"
+        raise ValueError(
+            f"RUN: {path} {what}, and a report is written into the folder of a run. Give that folder, or use "
+            f"dflash evaluate --draft {path} --prompts FILE."
+        )
+    return folder
+
+
 @dataclass(frozen=True)
 class _Prompts:
-    """Which prompts are measured, how many of them, and what they are in words."""
+    """Which prompts are measured, where they were named, how many of them, and what they are in words."""
 
     path: str
     limit: int | None
     note: str | None
+    setting: str = "--prompts"
 
 
 def _choose_prompts(args: argparse.Namespace, draft: FoundDraft) -> _Prompts:
     """Those asked for, else the run's own held-out ones (as many as it evaluates), else the quickstart's."""
     if args.prompts is not None:
         return _Prompts(args.prompts, args.limit, args.note)
-    own = (draft.recipe.get("callbacks") or {}).get("speculative_eval") or {}
-    if own.get("prompts"):
+    if own := own_prompts(draft):
         note = args.note or "the run's own held-out prompts, by which its best checkpoint was chosen"
-        return _Prompts(own["prompts"], args.limit or own.get("limit"), note)
+        where = f"{PROMPTS_KEY} of the run (another file: --prompts FILE)"
+        return _Prompts(own["prompts"], args.limit or own.get("limit"), note, where)
     return _Prompts(SHIPPED_PROMPTS, args.limit, args.note or "the quickstart's prompts: the run names none")
 
 
 def _asked(args: argparse.Namespace, draft: FoundDraft, prompts: _Prompts) -> dict[str, Any]:
     """All that the figures depend on, but for what else the machine is doing."""
+    weights = draft.source if draft.source.is_file() else draft.source / WEIGHTS_FILE
     names = ("timed", "max_new_tokens", "batch_size", "target", "other_target", "device", "dtype")
     return {
-        "drafter_sha256": file_digest(draft.source) if draft.source.is_file() else None,
-        "prompts_sha256": file_digest(find_file(prompts.path, setting="--prompts")),
+        "drafter_sha256": file_digest(weights) if weights.is_file() else None,
+        "prompts_sha256": file_digest(find_file(prompts.path, setting=prompts.setting)),
         "versions": versions(),
         "limit": prompts.limit,
         "note": prompts.note,
@@ -132,7 +157,7 @@ def _measure(
         "cpu_s_per_token": {name: timing.cpu_s_per_token for name, timing in timings.items()},
         "speedup_over_autoregressive": _ratio(timings, "autoregressive"),
         "speedup_over_transformers_generate": _ratio(timings, "transformers_generate"),
-        "decoding": evaluation.summary(),
+        "decoding": {**evaluation.summary(), **evaluation.checked.times()},  # checked: those that were timed
         "overlap_with_training": _overlap(draft, target, file.prompts, evaluation.outputs),
         "prompts_file": str(file.path),
         "max_new_tokens": settings.max_new_tokens,
@@ -148,20 +173,29 @@ def _measure(
     }
 
 
-def _ratio(timings: dict[str, Timing], baseline: str) -> float:
+def _ratio(timings: dict[str, Timing], baseline: str) -> float | None:
+    """How much faster drafting is; null where nothing was drafted."""
+    stats = timings["speculative"].stats
+    if stats is None or not stats.rounds:
+        return None
     return timings[baseline].s_per_token / timings["speculative"].s_per_token
 
 
-def _minutes(args: argparse.Namespace, folder: RunFolder, earlier: dict[str, Any]) -> dict[str, Any]:
-    """Minutes of training, and since ``--started``; a run that was finished before that keeps the total it had."""
+def _spent(folder: RunFolder) -> dict[str, Any]:
+    """What the run says of itself: whether it was trained to its end, and minutes of training and evaluation."""
     state = folder.state
-    finished_at = state.get("finished_at")
+    return {
+        "finished": state.get("finished"),
+        **{name: state.get(name) for name in ("train_minutes", "evaluation_minutes")},
+    }
+
+
+def _total_minutes(args: argparse.Namespace, folder: RunFolder, earlier: dict[str, Any]) -> float | None:
+    """Minutes since ``--started``; a run that was finished before that keeps the total it had."""
+    finished_at = folder.state.get("finished_at")
     if args.started is None or (finished_at is not None and finished_at < args.started):
-        total = earlier.get("total_minutes")
-    else:
-        total = (time.time() - args.started) / 60
-    spent = {name: state.get(name) for name in ("train_minutes", "evaluation_minutes")}
-    return {**spent, "total_minutes": total}
+        return earlier.get("total_minutes")
+    return (time.time() - args.started) / 60
 
 
 # -- what the prompts share with the training text --------------------------------------------------------------------
@@ -174,7 +208,7 @@ def _overlap(
 
     Null where there is nothing to compare.
     """
-    data = draft.recipe.get("data", {})
+    data = draft.recipe.get("data") or {}
     if not data.get("train"):
         return None
     reference: list[list[str]] = []

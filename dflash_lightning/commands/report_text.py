@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 
@@ -13,8 +14,8 @@ def failures(figures: dict[str, Any], min_tau: float | None) -> list[str]:
     reasons = []
     if figures["verdict"] == "NO":
         reasons.append(f"{figures['dtype']} output is not the target's own: {_identity(figures)}")
-    if min_tau is not None and not figures["tau"] >= min_tau:
-        reasons.append(f"tau is {figures['tau']:.3f}, below --min-tau {min_tau:g}")
+    if min_tau is not None and not (figures["tau"] or 0.0) >= min_tau:
+        reasons.append(f"tau is {_number(figures['tau'], '.3f')}, below --min-tau {min_tau:g}")
     return reasons
 
 
@@ -24,15 +25,16 @@ def table(figures: dict[str, Any]) -> str:
     rows = [
         (
             "tau (tokens per round, pooled)",
-            f"{figures['tau']:.2f}{_interval(figures)} on {figures['prompts']} prompts" + (f", {note}" if note else ""),
+            f"{_number(figures['tau'], '.2f')}{_interval(figures)} on {figures['prompts']} prompts"
+            + (f", {note}" if note else ""),
         ),
         *([("measured on another target", _other(figures))] if figures["other_target"] else []),
         ("lossless", f"{figures['verdict']}: {_identity(figures)}"),
         ("answers", f"{figures['looped_answers']} repeat themselves, {figures['cut_answers']} are cut"),
         ("decoded", _decoded(figures)),
         *((f"ms per token, {name}", f"{1e3 * wall[name]:6.1f} wall   {1e3 * cpu[name]:6.1f} CPU") for name in wall),
-        ("faster than the same loop without drafts", f"{figures['speedup_over_autoregressive']:.2f}x"),
-        ("faster than transformers.generate", f"{figures['speedup_over_transformers_generate']:.2f}x"),
+        ("faster than the same loop without drafts", _times(figures["speedup_over_autoregressive"])),
+        ("faster than transformers.generate", _times(figures["speedup_over_transformers_generate"])),
         ("timed on", _hardware(figures)),
     ]
     if figures.get("served"):
@@ -43,6 +45,8 @@ def table(figures: dict[str, Any]) -> str:
         if "answer_ngram_share" in overlap:
             shared += f", {overlap['answer_ngram_share']:.1%} of the answers'"
         rows.append(("13-grams shared with training text", shared))
+    if figures.get("finished") is False:
+        rows.append(("the run", "not finished: these are figures of what it has trained so far"))
     rows += [
         (f"{name} minutes", f"{figures[f'{name}_minutes']:.1f}")
         for name in ("train", "evaluation", "total")
@@ -50,6 +54,15 @@ def table(figures: dict[str, Any]) -> str:
     ]
     width = max(len(name) for name, _ in rows)
     return "\n".join([*(f"  {name.ljust(width)}  {value}" for name, value in rows), *figures["warnings"]])
+
+
+def _number(value: float | None, form: str) -> str:
+    """A figure; null (in a file) or NaN is what could not be counted: no round was drafted."""
+    return "unknown (no round was drafted)" if value is None or math.isnan(value) else format(value, form)
+
+
+def _times(value: float | None) -> str:
+    return "unknown (no round was drafted)" if value is None else f"{value:.2f}x"
 
 
 def _interval(figures: dict[str, Any]) -> str:

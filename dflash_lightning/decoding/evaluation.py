@@ -72,9 +72,10 @@ class Evaluation:
     def speedup(self) -> float | None:
         """Wall seconds per token of plain decoding over those of drafted decoding, on prompts decoded in turns.
 
-        Null at other batch sizes than 1: drafts spend what a batch would use, so the ratio is not the drafter's.
+        Null where nothing was drafted, and at other batch sizes than 1: drafts spend what a batch would use, so the
+        ratio is not the drafter's.
         """
-        if self.batch_size != 1 or not self.checked.generated:
+        if self.batch_size != 1 or not self.checked.rounds:
             return None
         return self.plain.s_per_token() / self.checked.s_per_token()
 
@@ -118,8 +119,8 @@ class Evaluation:
     def table(self, title: str) -> str:
         """The figures as a few lines. Speed is shown for one prompt at a time only."""
         stats = self.stats
-        if not stats.rounds:
-            return f"{title}: no round was drafted"
+        if not stats.rounds:  # every answer was a single token; the outputs were compared all the same
+            return "\n".join([f"{title}: no round was drafted", *self._against_plain()])
         histogram = "  ".join(
             f"{n}{'*' if n == stats.num_drafts else ''}:{count}" for n, count in enumerate(stats.histogram)
         )
@@ -134,17 +135,20 @@ class Evaluation:
         ]
         if stats.looped_requests or stats.cut_requests:
             lines.append(f"  answers               {degenerate(stats)}")
+        return "\n".join([*lines, *self._against_plain()])
+
+    def _against_plain(self) -> list[str]:
+        """Lines of the table: speed, identity, where outputs part, and what makes the figures doubtful."""
+        lines = []
         if self.checked.generated:
             speed = "" if self.speedup is None else f"{self.speedup:.2f}x its speed, "
-            lines.append(
-                f"  against plain decoding  {speed}lossless: {self.verdict} ({self.identical} of "
-                f"{self.num_checked} outputs identical)"
-            )
+            count = f" ({self.identical} of {self.num_checked} outputs identical)" if self.num_checked else ""
+            lines.append(f"  against plain decoding  {speed}lossless: {self.verdict}{count}")
         if self.differences:
             shown = "; ".join(map(str, self.differences[:_SHOWN_DIFFERENCES]))
             more = len(self.differences) - _SHOWN_DIFFERENCES
             lines.append(f"  first differences     {shown}" + (f"; and {more} more" if more > 0 else ""))
-        return "\n".join([*lines, *(f"  {warning}" for warning in self.warnings)])
+        return [*lines, *(f"  {warning}" for warning in self.warnings)]
 
     @property
     def warnings(self) -> list[str]:

@@ -228,6 +228,12 @@ class DecodeStats:
             "committed": self.committed,
             "generated": self.generated,
             "compiled": self.compiled,
+            **self.times(),
+        }
+
+    def times(self) -> dict[str, float]:
+        """The part of ``summary`` that a clock measured."""
+        return {
             **{f"{stage}_ms": self.stage_ms(stage) for stage in STAGES},
             "s_per_token": self.s_per_token(),
             "cpu_s_per_token": self.s_per_token(cpu=True),
