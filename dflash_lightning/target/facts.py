@@ -129,8 +129,8 @@ def find_stop_ids(
         for token in entry if isinstance(entry, list) else [] if entry is None else [entry]:
             if not isinstance(token, int) or isinstance(token, bool):
                 raise ValueError(
-                    f"target: eos_token_id of {name} holds {token!r}, which is no id. Write the token's number into its "
-                    "generation_config.json or config.json."
+                    f"target: eos_token_id of {name} holds {token!r}, which is no id. Write the token's number into "
+                    "its generation_config.json or config.json."
                 )
             found.add(token)
     rows = setting(config, "vocab_size", default=1 << 62)

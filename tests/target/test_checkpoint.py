@@ -426,7 +426,7 @@ def test_a_model_without_positions_is_refused(folder: Path) -> None:
 def test_an_end_of_text_that_is_no_id_is_refused(folder: Path) -> None:
     change_json(folder / "generation_config.json", eos_token_id="<|im_end|>")
     for load in (load_text, load_target):
-        with pytest.raises(ValueError, match="eos_token_id of .* holds '<|im_end|>', which is no id"):
+        with pytest.raises(ValueError, match=r"eos_token_id of .* holds '<\|im_end\|>', which is no id"):
             load(str(folder))
 
 
@@ -439,12 +439,12 @@ def test_an_end_of_text_that_the_model_does_not_have_is_left_out_and_said(folder
 
 def test_model_code_of_its_own_says_how_it_is_allowed(folder: Path) -> None:
     change_json(folder / "config.json", model_type="own", auto_map={"AutoConfig": "c.C", "AutoModelForCausalLM": "m.M"})
-    with pytest.raises(ValueError, match="set target.trust_remote_code=true"):
+    with pytest.raises(ValueError, match=r"set target\.trust_remote_code=true"):
         load_text(str(folder))
 
 
 def test_a_buffer_that_is_not_finite_is_refused(make_target: Callable) -> None:
     target = make_target("qwen3")
     target.model.model.layers[1].mlp.register_buffer("bias", torch.tensor([1.0, float("nan")]))
-    with pytest.raises(ValueError, match="NaN or infinite: model.layers.1.mlp.bias"):
+    with pytest.raises(ValueError, match=r"NaN or infinite: model\.layers\.1\.mlp\.bias"):
         target.check()
