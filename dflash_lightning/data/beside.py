@@ -16,12 +16,12 @@ from dflash_lightning.data.values import checked_text, from_json_text, is_empty,
 
 _SYSTEM = {
     *("system", "systemprompt", "systemmessage", "systemmsg", "systemtext", "systemcontent", "sysprompt"),
-    *("systeminstruction", "systeminstructions"),
+    *("systeminstruction", "systeminstructions", "sys", "sysmsg", "sysmessage", "systemturn", "systemcontext"),
 }
 _OLD_TOOLS = {"functions", "functiondefinitions", "functiondefs", "functionschemas", "functionlist"}  # without "type"
 _TOOLS = {
     *("tools", "tooldefs", "tooldefinitions", "toolschema", "toolschemas", "toolspec", "toolspecs", "toollist"),
-    *("toolsjson", "availabletools", "availablefunctions"),
+    *("toolsjson", "toolslist", "toolsdef", "tooldef", "tooldefinition", "availabletools", "availablefunctions"),
     *_OLD_TOOLS,
 }
 _SETTINGS = {"chattemplatekwargs", "templatekwargs"}
@@ -35,8 +35,12 @@ _SETTING = {
 _REASONING = {"reasoning", "reasoningcontent", "thinking", "thought", "thoughts"}
 _OF_TOKENS = ("lossmask", "assistantmask", "assistantmasks")  # a value for each of the input_ids
 _MEDIA = [f"{kind}{form}" for kind in ("image", "audio", "video") for form in ("", "s", "url", "urls", "path", "paths")]
+_HISTORY = (
+    *("history", "chathistory", "conversationhistory", "dialoghistory", "dialoguehistory", "messagehistory"),
+    *("previousmessages", "previousturns", "priormessages", "pastmessages"),
+)
 _REFUSED = {
-    "history": "is not read. Write the whole conversation as 'messages'",
+    **dict.fromkeys(_HISTORY, "is not read. Write the whole conversation as 'messages'"),
     **dict.fromkeys([*_MEDIA, "pixelvalues"], "cannot be shown to a text model"),
     "chattemplate": "is not read: every row is rendered with the tokenizer's own template",
     **dict.fromkeys(_OF_TOKENS, 'has no input_ids to belong to. Mark messages instead, with "train": false'),
@@ -45,6 +49,7 @@ _REFUSED = {
 _COPIES = {
     *("prompt", "instruction", "instructions", "input", "query", "preamble", "preprompt"),
     *("context", "contexts", "document", "documents", "retrieveddocuments", "passage", "passages"),
+    *("ragcontext", "retrievedcontext", "retrievedpassages", "knowledge", "metaprompt"),
     *("developer", "developermessage", "developerprompt", "developerinstructions"),
     *("prefill", "assistantprefill", "assistantprefix", "responseprefix"),
 }
@@ -103,6 +108,8 @@ def read_beside(given: Mapping[str, Any], where: str, own: Collection[str]) -> B
     for key, name, value in named:
         if name in _REFUSED:
             raise _refused(where, key, _REFUSED[name])
+        if name not in _TOOLS and _holds_schemas(value):
+            raise _refused(where, key, "holds function schemas, which the model would not see. Call it 'tools'")
         if name == "toolchoice" and value != "auto":
             raise _refused(where, key, f"is {short(value)}, which changes what is served. Only 'auto' is supported")
     systems = {key: joined_text(value, where, key) for key, name, value in named if name in _SYSTEM}
@@ -192,6 +199,23 @@ def _tools(value: Any, where: str, key: str, is_old: bool) -> list[Any] | None:
             f"the column out (in data.train: ignore: [{key}])."
         )
     return [tool if "function" in tool or not is_old else {"type": "function", "function": tool} for tool in tools]
+
+
+def _holds_schemas(value: Any) -> bool:
+    """Whether a value can only be function schemas, whatever its column is called."""
+    found = from_json_text(value) if isinstance(value, str) else value
+    tools = [from_json_text(tool) for tool in (found if isinstance(found, list) else [found])]
+    functions = [tool.get("function", tool) for tool in tools if isinstance(tool, dict)]
+    return (
+        bool(tools)
+        and len(functions) == len(tools)
+        and all(
+            isinstance(function, dict)
+            and isinstance(function.get("name"), str)
+            and isinstance(function.get("parameters"), dict)
+            for function in functions
+        )
+    )
 
 
 def _settings(named: Iterable[tuple[str, str, Any]], where: str) -> dict[str, Any]:

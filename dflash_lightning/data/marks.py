@@ -13,10 +13,10 @@ from dflash_lightning.data.values import short
 _WEIGHTS = {"weight", "lossweight", "trainweight"}
 _LEARN = {
     *("train", "trainable", "training", "istrainable", "istrain", "dotrain", "trainon", "learn", "learnable"),
-    *("loss", "lossmask", "useloss", "calculateloss", "computeloss", "supervise", "supervised"),
+    *("trainonturn", "loss", "lossmask", "useloss", "calculateloss", "computeloss", "supervise", "supervised"),
     *_WEIGHTS,
 }
-_SPARE = {"masked", "ismasked", "ignoreloss", "noloss", "notrain", "excludefromloss"}
+_SPARE = {"masked", "ismasked", "ignoreloss", "noloss", "skiploss", "notrain", "donottrain", "excludefromloss"}
 _LEFT_OUT = {"skip", "skipped", "ignore", "ignored", "exclude", "excluded"}
 _REFUSED = {
     "mask": "may mean that the answer is masked out, or that it is the one to learn",
@@ -24,17 +24,22 @@ _REFUSED = {
     **dict.fromkeys(("assistantmask", "assistantmasks"), "has a value for every token, but the tokens are made here"),
     **dict.fromkeys(("traindetail", "trainingdetail"), "marks parts of an answer"),
 }
+# Words of marks under names that nobody can list: a yes or no under such a name is refused, never passed over.
+_WORDS = ("train", "loss", "supervis", "learn", "mask")
 # Marks that a whole row may carry as numbers too; others (loss) are statistics there.
 _OF_ROW = _LEFT_OUT | _WEIGHTS | _SPARE | (_LEARN - {"loss", "lossmask"})
 _LISTS = {"weights", "lossweights", "lossmasks", "masks", "trainables"}
 _YES, _NO = {"true", "yes", "on"}, {"false", "no", "off"}
 
 # "finish" is what ``regenerate`` writes.
-FINISH = {"finish", "finishreason", "stopreason", "finishedby"}
+FINISH = {
+    *("finish", "finishreason", "finishreasons", "finishdetails", "finishedby", "stopreason", "stopreasons"),
+    *("stoptype", "donereason"),
+}
 # Reasons after which the text ends where something else than the model ended it.
 _CUT = {
     *("length", "maxtokens", "maxnewtokens", "maxoutputtokens", "maxcompletiontokens", "maxlength", "modellength"),
-    *("tokenlimit", "contextlength", "modelcontextwindowexceeded", "incomplete", "truncated"),
+    *("limit", "tokenlimit", "contextlength", "modelcontextwindowexceeded", "incomplete", "truncated"),
     *("contentfilter", "safety", "abort", "aborted", "cancelled", "canceled", "error", "timeout"),
 }
 
@@ -49,6 +54,42 @@ def is_message_key(key: str) -> bool:
     """Whether a message's key is one of those read here, which no chat template needs."""
     name = plain(key)
     return name in _LEARN or name in _SPARE or name in _REFUSED or name in FINISH
+
+
+def check_marks(given: Mapping[str, Any], at: str) -> None:
+    """Refuse marks of an answer that would be passed over: under a name unknown here, in a nested object, at a part.
+
+    Raises:
+        ValueError: there is one that may say "do not learn this"; says where to write it instead.
+    """
+    for key, value in given.items():
+        if key == "content" and isinstance(value, list):
+            found = [f"{key}[{i}].{name}" for i, part in enumerate(value) for name in _marks_in(part)]
+        else:
+            found = [f"{key}.{name}" for name in _marks_in(value)] if not is_message_key(key) else []
+            found += [key] if _may_be_mark(key, value) else []
+        if found:
+            raise ValueError(
+                f"{at} has {found[0]}, which may mark an answer as not to be learned and is not read there. Write "
+                '"train": false at the message itself, or remove it.'
+            )
+
+
+def _marks_in(value: Any) -> list[str]:
+    """Names of the marks in a nested object that do not simply say "learn it"."""
+    if not isinstance(value, dict):
+        return []
+    return [
+        key
+        for key, mark in value.items()
+        if (plain(key) in _LEARN and _bit(mark) is False) or (plain(key) in _SPARE and _bit(mark))
+    ]
+
+
+def _may_be_mark(key: str, value: Any) -> bool:
+    """Whether an unknown key of a message reads like a mark and has a yes or no as its value."""
+    name = plain(key)
+    return not is_message_key(key) and _bit(value) is not None and any(word in name for word in _WORDS)
 
 
 def is_learned(message: Mapping[str, Any], at: str) -> bool:
@@ -109,13 +150,25 @@ def is_cut(given: Mapping[str, Any]) -> bool:
 
 
 def finish_reasons(given: Mapping[str, Any]) -> dict[str, list[bool]]:
-    """By key, for each reason under it (a text, or a list of texts), whether it says that something was cut off."""
+    """By key, for each reason under it (one, or a list of them), whether it says that something was cut off.
+
+    A reason is a text, or an object with its ``type`` (SGLang). It may stand one level down (``meta_info``).
+    """
     found = {}
     for key, value in given.items():
-        if plain(key) in FINISH and isinstance(value, str | list):
-            reasons = value if isinstance(value, list) else [value]
-            found[key] = [isinstance(reason, str) and plain(reason) in _CUT for reason in reasons]
+        if plain(key) in FINISH and isinstance(value, str | list | dict):
+            found[key] = [_says_cut(reason) for reason in (value if isinstance(value, list) else [value])]
+        elif isinstance(value, dict):
+            inner = {name: reason for name, reason in value.items() if plain(name) in FINISH}
+            found.update({f"{key}.{name}": cut for name, cut in finish_reasons(inner).items()})
     return found
+
+
+def _says_cut(reason: Any) -> bool:
+    reason = reason.get("type") if isinstance(reason, dict) else reason
+    if not isinstance(reason, str):
+        return False
+    return plain(reason.rpartition(".")[2]).removeprefix("finishreason") in _CUT  # FinishReason.LENGTH and the like
 
 
 def _bit(value: Any) -> bool | None:

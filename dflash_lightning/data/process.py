@@ -104,7 +104,8 @@ class Processing:
         return {
             "sources": [{**source.settings(), "content": source.digest()} for source in sources],
             "tokenizer": tokenizer_digest(target.tokenizer),
-            "chat_template": template,
+            "chat_template": None if target.tokenizer is None else target.tokenizer.chat_template,
+            "special_tokens": None if target.tokenizer is None else _named_tokens(target.tokenizer),
             "chat_template_kwargs": json.loads(json.dumps(dict(self.chat_template_kwargs), default=str)),
             "today": date.today().isoformat() if _CLOCK in template else None,
             "special_ids": [sorted(special_ids(target.tokenizer)), sorted(target.stop_ids)],
@@ -178,6 +179,11 @@ def tokenizer_digest(tokenizer: PreTrainedTokenizerBase | None) -> str | None:
         tokenizer.save_pretrained(folder)
         files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
         return hashlib.sha256("".join(file_digest(path) for path in files).encode()).hexdigest()
+
+
+def _named_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    """Tokens by their role: a template writes ``bos_token`` by its name, and a text begins with it."""
+    return {name: str(token) for name, token in sorted(tokenizer.special_tokens_map.items())}
 
 
 def code_digest() -> str:

@@ -44,7 +44,8 @@ def read_scripts(path: Path | str, limit: int | None = None) -> tuple[list[Scrip
     Raises:
         ValueError: the file is missing, has no row, or cannot be read beyond some place.
     """
-    file = find_file(path, setting="prompts")
+    file = Path(path).expanduser()
+    file = file if file.is_dir() else find_file(path, setting="prompts")
     scripts: list[Script] = []
     failures: list[Failure] = []
     for row, record in enumerate(islice(read_records(file, format_of(file)), limit)):
@@ -54,7 +55,7 @@ def read_scripts(path: Path | str, limit: int | None = None) -> tuple[list[Scrip
         try:
             scripts.append(_script(row, record))
         except ValueError as error:
-            failures.append(Failure(record.line, row, str(error)))
+            failures.append(Failure(record.line, row, str(error).removeprefix(f"line {record.line}: ")))
     if not scripts and not failures:
         raise ValueError(
             f"prompts: {path} holds no rows. Give a file with one prompt a line, e.g. {{'turns': ['...']}}."

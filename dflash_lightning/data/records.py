@@ -25,7 +25,37 @@ _BOM = b"\xef\xbb\xbf"
 _CHUNK = 1 << 20  # bytes of a JSON list read at a time
 _SPACE = re.compile(r"[ \t\r\n\ufeff]*")  # a byte-order mark may stand first
 _TAIL = 12  # json reports a literal, number or escape that is cut off at most so far before the end of the text
-_DECODER = json.JSONDecoder()
+_FOREIGN = {  # how files of other kinds begin
+    b"PAR1": "a Parquet file: name it .parquet, or set format: parquet",
+    b"ARROW1": "an Arrow file: save it as Parquet, or with datasets' save_to_disk",
+    b"\xff\xfe": "text in UTF-16 or UTF-32: save it as UTF-8",
+    b"\xfe\xff": "text in UTF-16: save it as UTF-8",
+    b"\x00\x00\xfe\xff": "text in UTF-32: save it as UTF-8",
+    b"{\x00": "text in UTF-16 or UTF-32: save it as UTF-8",
+    b"[\x00": "text in UTF-16 or UTF-32: save it as UTF-8",
+    b"\x00{": "text in UTF-16: save it as UTF-8",
+    b"\x00[": "text in UTF-16: save it as UTF-8",
+}
+
+
+class _Twice(Exception):
+    """A key stands twice in one object, with different values."""
+
+
+class _Unusable(str):
+    """Why a record of a list cannot be used, where its end is known all the same."""
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        for key, value in pairs:
+            if value != found[key]:
+                raise _Twice(f"the key {key!r} twice in one object, with different values. Remove one")
+    return found
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_object)
 _WITHOUT_INTEGERS = json.JSONDecoder(parse_int=len)  # finds the end of a record whose integers Python refuses
 _TOO_LONG = f"an integer of more than {sys.get_int_max_str_digits()} digits"
 
@@ -91,6 +121,7 @@ def _json_lines(file: Path, *, strict_start: bool) -> Iterator[Record | BadRecor
         try:
             for number, line in enumerate(stream, start=1):
                 if number == 1:
+                    _check_kind(file, line)
                     line = line.removeprefix(_BOM)
                 if line.strip():
                     record = _parse_line(file, number, line)
@@ -106,9 +137,18 @@ def _json_lines(file: Path, *, strict_start: bool) -> Iterator[Record | BadRecor
             raise _damaged(file, number, reason) from None
 
 
+def _check_kind(file: Path, line: bytes) -> None:
+    """Refuse a file of another kind as a whole: otherwise each of its lines is an error that says nothing."""
+    for begin, what in _FOREIGN.items():
+        if line.startswith(begin):
+            raise ValueError(f"{file}: is no JSON in UTF-8 but {what}.")
+
+
 def _parse_line(file: Path, number: int, line: bytes) -> Record | BadRecord:
     try:
-        return Record(str(file), number, json.loads(line.decode("utf-8")))
+        return Record(str(file), number, _DECODER.decode(line.decode("utf-8")))
+    except _Twice as error:
+        return BadRecord(str(file), number, f"{error}.")
     except json.JSONDecodeError as error:
         what = f"not valid JSON ({error.msg}, column {error.colno})"
     except UnicodeDecodeError as error:
@@ -151,11 +191,8 @@ def _json_list(file: Path) -> Iterator[Record | BadRecord]:
             while reader.peek() != "]":
                 line = reader.line
                 value = reader.value()
-                yield (
-                    BadRecord(str(file), line, f"{_TOO_LONG}.")
-                    if value is _TOO_LONG
-                    else Record(str(file), line, value)
-                )
+                bad = isinstance(value, _Unusable)
+                yield BadRecord(str(file), line, f"{value}.") if bad else Record(str(file), line, value)
                 if reader.peek() == ",":
                     reader.skip()
                 elif reader.peek() != "]":
@@ -201,7 +238,7 @@ class _ListReader:
         self._position += 1
 
     def value(self) -> Any:
-        """The JSON value that begins here, or ``_TOO_LONG``; raises ``_Incomplete`` where the file ends too early."""
+        """The JSON value that begins here, or why it is ``_Unusable``; raises ``_Incomplete`` where the file ends too early."""
         while True:
             try:
                 value, end = self._decode()
@@ -223,8 +260,10 @@ class _ListReader:
             return _DECODER.raw_decode(self._text, self._position)
         except json.JSONDecodeError:
             raise
+        except _Twice as error:
+            return _Unusable(error), _WITHOUT_INTEGERS.raw_decode(self._text, self._position)[1]
         except ValueError:  # what Python says of an integer of too many digits, without a place
-            return _TOO_LONG, _WITHOUT_INTEGERS.raw_decode(self._text, self._position)[1]
+            return _Unusable(_TOO_LONG), _WITHOUT_INTEGERS.raw_decode(self._text, self._position)[1]
 
     def refuse(self, what: str) -> None:
         if not self.peek():

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
 
-from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from dflash_lightning.data.messages import REASONING, Message
@@ -25,10 +24,9 @@ from dflash_lightning.data.template_settings import UnusableRow, check_template
 from dflash_lightning.data.tool_calls import PROBES, prints_objects, spellings
 from dflash_lightning.data.values import from_json_text
 from dflash_lightning.target.mask_token import special_ids
+from dflash_lightning.target.turn_end import TEMPLATE_ERRORS
 
 _THINK_TAG = re.compile(r"</?think>")
-# What templates raise on messages they do not foresee: a field that is missing, null or of another kind.
-_TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
 _PROBE = "_probe_"
 T = TypeVar("T")
 
@@ -99,7 +97,7 @@ class ChatTemplate:
                 add_generation_prompt=generation_prompt,
                 **self.kwargs,
             )
-        except _TEMPLATE_ERRORS as error:
+        except TEMPLATE_ERRORS as error:
             raise UnusableRow(f"the chat template refuses it ({error})") from None
         assert isinstance(texts, list)
         return list(texts)

@@ -7,6 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 
+_TEXT_PARTS = ("text", "input_text", "output_text")  # as APIs call them
+_MEDIA_PARTS = ("image", "image_url", "audio", "audio_url", "input_audio", "video", "video_url", "file")
+
+
 def checked_text(value: Any, where: str, key: str) -> str:
     """``value`` once it is known to be whole text.
 
@@ -34,9 +38,16 @@ def joined_text(content: Any, where: str, key: str) -> str:
     if content is None or isinstance(content, str):
         return checked_text(content or "", where, key)
     parts: Sequence[Any] = content if isinstance(content, list) else [content]
-    if all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
+    if all(_is_text_part(part) for part in parts):
         return checked_text("".join(part["text"] for part in parts), where, key)
     raise ValueError(f"{where}: {key} has content that is not text: {short(content)}. Only text is supported.")
+
+
+def _is_text_part(part: Any) -> bool:
+    """Whether a part of a content is text alone; tables give pictures an empty text too."""
+    if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+        return False
+    return part.get("type") in (None, *_TEXT_PARTS) and all(is_empty(v) for k, v in part.items() if k in _MEDIA_PARTS)
 
 
 def from_json_text(value: Any) -> Any:

@@ -33,6 +33,7 @@ _OTHER_PARTS = re.compile(
     r"^(model\.)?(visual|vision\w*|image\w*|audio\w*|speech\w*|multi_modal\w*|mm_\w+|v_head|value_head|score"
     r"|classifier|medusa\w*)\."
 )
+_WRAPPERS = {"state_dict", "model_state_dict", "model", "module", "net"}  # what trainers wrap weights into
 _PREFIXES = {
     "_orig_mod.": "torch.compile puts it there: save model._orig_mod",
     "module.": "DistributedDataParallel puts it there: save model.module",
@@ -136,6 +137,8 @@ def _layer(name: str) -> int | None:
 def _explanation(config: PretrainedConfig, missing: list[str], unexpected: list[str]) -> str:
     """The likely cause, with a remedy; empty when none is known."""
     needed = set(missing)
+    if set(unexpected) & _WRAPPERS:
+        return f"The file is a training checkpoint: the weights are inside its {unexpected[0]!r}. Save them alone. "
     for name in unexpected:
         for prefix, remedy in _PREFIXES.items():
             plain = name.removeprefix(prefix)

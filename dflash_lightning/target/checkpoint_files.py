@@ -5,22 +5,26 @@ from __future__ import annotations
 import json
 import re
 import zipfile
+from collections import Counter
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from transformers import PretrainedConfig
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
-from dflash_lightning.target.families import setting
+from dflash_lightning.target.families import POSITIONS, setting
 
 _LFS = b"version https://git-lfs"
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+_ADAPTER = "adapter_config.json"
 _AGAIN = "Copy or download it again."
 _NAMED = 6  # tensors that an error names
-_CODES = {"I8", "U8", "I16", "U16", "I32", "U32", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F4"}  # safetensors' names
+_NUMBERS = {"F64", "F32", "F16", "BF16"}  # safetensors' names of what weights are stored as
+_STORED = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 # Packages that transformers reads a quantised checkpoint with, by ``quant_method``.
 _PACKAGES = {
     "aqlm": ("accelerate", "aqlm"),
@@ -57,11 +61,17 @@ def list_names(names: list[str]) -> str:
 
 
 def check_config(config: PretrainedConfig, name: str) -> None:
-    """Refuse settings of ``config.json`` on which building the model would stumble.
+    """Refuse settings of ``config.json`` on which building or using the model would stumble.
 
     Raises:
-        ValueError: the padding token is no row of the embedding.
+        ValueError: the padding token is no row of the embedding, or there is no position.
     """
+    for key in POSITIONS:
+        if isinstance(positions := setting(config, key), int) and positions < 1:
+            raise ValueError(
+                f"target: config.json of {name} states {key} {positions}, so no token has a place. Correct it: the "
+                "number is the longest text that the model was made for."
+            )
     rows, pad = setting(config, "vocab_size"), setting(config, "pad_token_id")
     if isinstance(rows, int) and isinstance(pad, int) and pad >= rows:
         raise ValueError(
@@ -101,8 +111,14 @@ def check_files(folder: Path, config: PretrainedConfig, name: str) -> None:
     Only headers are read. A folder without weights is left to transformers, which says so by itself.
 
     Raises:
-        ValueError: names every file at fault.
+        ValueError: names every file at fault, or an adapter beside the model.
     """
+    if (folder / _ADAPTER).is_file():
+        raise ValueError(
+            f"target: {folder} holds a model and an adapter ({_ADAPTER}). Whether the adapter is applied depends on "
+            "the packages installed. Call merge_and_unload() on the model and save the result, or move the adapter's "
+            "files out of the folder."
+        )
     single = next((folder / file for file in _WEIGHTS if (folder / file).is_file()), None)
     indices = [folder / f"{file}.index.json" for file in _WEIGHTS]
     index = next((file for file in indices if file.is_file()), None) if single is None else None
@@ -116,7 +132,8 @@ def check_files(folder: Path, config: PretrainedConfig, name: str) -> None:
     if index is not None and held:
         _check_index(index, shards, held, setting(config, "tie_word_embeddings", default=False))
     if setting(config, "quantization_config") is None:
-        _check_codes(held, folder)
+        pickled = {file.name: _pickled_header(file) for file in files if file is not None and file.name not in held}
+        _check_codes({**held, **pickled}, folder)
 
 
 def _read_index(index: Path) -> dict[str, str]:
@@ -126,6 +143,8 @@ def _read_index(index: Path) -> dict[str, str]:
         raise ValueError(f"target: {index} is no index of weight files ({error}). {_AGAIN}") from error
     if not isinstance(shards, dict) or not shards:
         raise ValueError(f"target: {index} names no weights (its weight_map is empty). {_AGAIN}")
+    if not all(isinstance(file, str) for file in shards.values()):
+        raise ValueError(f"target: {index} is no index of weight files (a file in it is no name). {_AGAIN}")
     return shards
 
 
@@ -156,6 +175,16 @@ def _header(file: Path) -> dict[str, tuple[str, int]]:
         return {name: (str(piece.get_dtype()), len(piece.get_shape())) for name, piece in slices.items()}
 
 
+def _pickled_header(file: Path) -> dict[str, tuple[str, int]]:
+    """As ``_header``, of a PyTorch file, whose values are not read; empty where transformers will say what it is."""
+    try:
+        held = torch.load(file, map_location="meta", weights_only=True)
+    except Exception:  # whatever a pickle can raise; loading the model says it once more, and in full
+        return {}
+    tensors = {name: value for name, value in held.items() if isinstance(value, torch.Tensor)}
+    return {name: (_STORED.get(value.dtype, str(value.dtype)), value.ndim) for name, value in tensors.items()}
+
+
 def _check_index(index: Path, shards: dict[str, str], held: Mapping[str, Mapping[str, Any]], tied: bool) -> None:
     absent = sorted(name for name, file in shards.items() if name not in held.get(file, {}))
     if absent:
@@ -164,7 +193,15 @@ def _check_index(index: Path, shards: dict[str, str], held: Mapping[str, Mapping
             f"target: {index} names tensors that are not in their files ({where}): {list_names(absent)}. The files "
             "are incomplete or of another version. Copy or download the folder again."
         )
-    unnamed = sorted({name for tensors in held.values() for name in tensors} - shards.keys())
+    held_names = [name for tensors in held.values() for name in tensors]
+    twice = sorted(name for name, count in Counter(held_names).items() if count > 1)
+    if twice:
+        where = ", ".join(sorted(file for file, tensors in held.items() if not tensors.keys().isdisjoint(twice)))
+        raise ValueError(
+            f"target: files of {index} hold tensors twice ({where}), and nobody knows which are meant: "
+            f"{list_names(twice)}. The files are of two versions. Copy or download the folder again."
+        )
+    unnamed = sorted(set(held_names) - shards.keys())
     unnamed = [name for name in unnamed if not IGNORED.search(name) and not (tied and name.startswith("lm_head."))]
     if unnamed:
         raise ValueError(
@@ -174,12 +211,12 @@ def _check_index(index: Path, shards: dict[str, str], held: Mapping[str, Mapping
 
 
 def _check_codes(held: Mapping[str, Mapping[str, tuple[str, int]]], folder: Path) -> None:
-    """Integers and 8-bit floats under the names of weights are codes that need scales: cast, they are nonsense."""
+    """Whatever is no ordinary float is a code that needs scales, or no weight at all: cast, it is nonsense."""
     codes = sorted(
         f"{name} ({dtype})"
         for tensors in held.values()
         for name, (dtype, dimensions) in tensors.items()
-        if dtype in _CODES and dimensions > 1 and name.endswith("weight")
+        if dtype not in _NUMBERS and (dimensions > 1 or name.endswith("weight")) and not IGNORED.search(name)
     )
     if codes:
         raise ValueError(

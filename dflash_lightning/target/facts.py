@@ -14,11 +14,9 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from dflash_lightning import layer_ids as layers
-from dflash_lightning.target.families import embedding_scale, length_limit, rope_settings, setting
+from dflash_lightning.target.families import POSITIONS, embedding_scale, length_limit, rope_settings, setting
 from dflash_lightning.target.turn_end import template_stop_id
 from dflash_lightning.types import TargetFacts
-
-_POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length")  # as families spell it
 
 
 def check_layer_ids(layer_ids: Iterable[int], facts: TargetFacts) -> None:
@@ -119,13 +117,30 @@ def find_stop_ids(
     """Every id that ends a generation: what generation config, model config and tokenizer name, united.
 
     The token that the chat template writes behind an answer is one too, whether or not any of them names it; a warning
-    says where none does.
+    says where none does. Ids that the target does not have are left out, with a warning.
+
+    Raises:
+        ValueError: an id is no number.
     """
     named = [generation.eos_token_id if generation is not None else None]
     named += [config.eos_token_id, None if tokenizer is None else tokenizer.eos_token_id]
     found: set[int] = set()
     for entry in named:
-        found.update(entry if isinstance(entry, list) else [] if entry is None else [entry])
+        for token in entry if isinstance(entry, list) else [] if entry is None else [entry]:
+            if not isinstance(token, int) or isinstance(token, bool):
+                raise ValueError(
+                    f"target: eos_token_id of {name} holds {token!r}, which is no id. Write the token's number into "
+                    "its generation_config.json or config.json."
+                )
+            found.add(token)
+    rows = setting(config, "vocab_size", default=1 << 62)
+    if strange := sorted(token for token in found if not 0 <= token < rows):
+        warnings.warn(
+            f"target: {name} names {strange} as end of a text, but has ids 0..{rows - 1} only. They are left out: no "
+            "answer can end with them.",
+            stacklevel=3,
+        )
+        found.difference_update(strange)
     end = template_stop_id(tokenizer)
     if end is not None and end not in found:
         assert tokenizer is not None
@@ -146,13 +161,13 @@ def max_positions(config: PretrainedConfig) -> int:
     That is what the model was made for, but never more than ``length_limit``: beyond it the features of a short row
     would depend on the rows beside it, and those of a long one on how far its decoding has come.
     """
-    stated, limit = int(setting(config, *_POSITIONS, default=1 << 20)), length_limit(config)
+    stated, limit = int(setting(config, *POSITIONS, default=1 << 20)), length_limit(config)
     return stated if limit is None else min(stated, limit.positions)
 
 
 def warn_of_limit(config: PretrainedConfig, name: str) -> None:
     """Say that a target is used for fewer positions than its configuration states, and why."""
-    stated, limit = int(setting(config, *_POSITIONS, default=1 << 20)), length_limit(config)
+    stated, limit = int(setting(config, *POSITIONS, default=1 << 20)), length_limit(config)
     if limit is not None and limit.positions < stated:
         warnings.warn(
             f"target: {name} {limit.reason} as soon as a row is longer than {limit.positions} positions, so that a row "

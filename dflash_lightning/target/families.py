@@ -17,6 +17,7 @@ VERIFIED_FAMILIES = (
     "cohere",
 )  # fmt: skip
 
+POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length")  # as families spell it
 _ATTENTION_KINDS = ("full_attention", "sliding_attention")
 _ALIBI_FAMILIES = ("bloom", "mpt")
 # Families that would be decoded wrongly, and why; all others are swept by a test.

@@ -78,7 +78,8 @@ def check_finite(model: PreTrainedModel, intact: Intact, name: str) -> None:
     Raises:
         ValueError: names the tensors, or the first layer whose output is not finite.
     """
-    if broken := [key for key, tensor in model.named_parameters() if not _is_finite(tensor)]:
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    if broken := [key for key, tensor in tensors if not _is_finite(tensor)]:
         more = f" and {len(broken) - _NAMED} more" if len(broken) > _NAMED else ""
         raise ValueError(
             f"target: weights of {name} are NaN or infinite: {', '.join(broken[:_NAMED])}{more}. {_remedy(model.dtype)}"

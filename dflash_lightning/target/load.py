@@ -252,6 +252,11 @@ def _read_config(where: Source, keywords: dict[str, Any]) -> Any:
                 f"{where.name} holds an adapter and no model. Load it with PEFT, call merge_and_unload(), save the "
                 "result with its tokenizer, and give that folder."
             )
+        elif "trust_remote_code" in str(error):
+            fault = (
+                f"{where.name} brings model code of its own, which is not run unasked. Read that code; where you trust "
+                "it, set target.trust_remote_code=true (a target option with that line, where a command takes one)."
+            )
         elif isinstance(error, (OSError, ValueError)):
             fault = (
                 f"no model could be read at {where.name}: {str(error).splitlines()[0]} Give a folder with a "

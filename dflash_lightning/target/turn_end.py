@@ -15,7 +15,9 @@ from transformers import PreTrainedTokenizerBase
 
 _ANSWER, _QUESTION, _THOUGHT = "_an_answer_", "_a_question_", "_a_thought_"
 # What templates raise on messages they do not foresee: a field that is missing, null or of another kind.
-_TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
+TEMPLATE_ERRORS = (
+    *(TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError),
+)
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # fields that templates read it from
 # Harmony (GPT-OSS) writes a turn as several messages, each closed by <|end|>: that ends a message, not the turn.
 _CHANNEL_MARKS = ("<|channel|>", "<|message|>")
@@ -49,7 +51,7 @@ def _render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, str
     """The template's text; empty where it refuses these messages."""
     try:
         return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **settings))
-    except _TEMPLATE_ERRORS:
+    except TEMPLATE_ERRORS:
         return ""
 
 

@@ -370,3 +370,81 @@ def test_codes_without_their_scales_are_not_taken_for_weights(folder: Path, dtyp
     message = fault(folder)
     assert "holds quantised weights, but its config.json has no quantization_config" in message
     assert "model.layers.0.mlp.up_proj.weight" in message
+
+
+ODD_DTYPES = [torch.int64, torch.bool, torch.complex64, torch.int8]
+
+
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.mlp.up_proj.weight"])
+@pytest.mark.parametrize("dtype", ODD_DTYPES)
+def test_no_weight_of_any_shape_is_cast_from_what_is_no_float(folder: Path, name: str, dtype: torch.dtype) -> None:
+    change_weights(folder, lambda w: {**w, name: w[name].to(dtype)})
+    assert f"no quantization_config that says how to read them: {name} (" in fault(folder)
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_codes_in_a_pytorch_file_are_found_too(folder: Path, zipped: bool) -> None:
+    weights = load_file(folder / WEIGHTS)
+    (folder / WEIGHTS).unlink()
+    file, name = folder / "pytorch_model.bin", "model.layers.1.mlp.up_proj.weight"
+    torch.save(weights, file, _use_new_zipfile_serialization=zipped)
+    checkpoint_files.check_files(folder, AutoConfig.from_pretrained(folder), "it")
+    torch.save({**weights, name: weights[name].to(torch.int8)}, file, _use_new_zipfile_serialization=zipped)
+    assert f"{name} (torch.int8)" in fault(folder)
+
+
+def test_weights_inside_a_training_checkpoint_are_named(folder: Path) -> None:
+    torch.save({"state_dict": load_file(folder / WEIGHTS)}, folder / "pytorch_model.bin")
+    (folder / WEIGHTS).unlink()
+    assert "the weights are inside its 'state_dict'" in fault(folder)
+
+
+def test_a_tensor_that_stands_in_two_files_is_refused(folder: Path) -> None:
+    first, second = shard(folder)[:2]
+    weights = load_file(first)
+    name = sorted(weights)[0]
+    save_file({**load_file(second), name: weights[name] + 1}, second, {"format": "pt"})
+    message = fault(folder)
+    assert f"hold tensors twice ({first.name}, {second.name})" in message and name in message
+
+
+def test_an_index_whose_files_are_no_names_is_refused(folder: Path) -> None:
+    shard(folder, lambda names: dict.fromkeys(names, 3))  # type: ignore[arg-type, return-value]
+    assert f"{INDEX} is no index of weight files" in fault(folder)
+
+
+def test_an_adapter_beside_a_whole_model_is_refused(folder: Path) -> None:
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    assert "holds a model and an adapter (adapter_config.json)" in fault(folder)
+
+
+def test_a_model_without_positions_is_refused(folder: Path) -> None:
+    change_json(folder / "config.json", max_position_embeddings=0)
+    assert "states max_position_embeddings 0" in fault(folder)
+
+
+def test_an_end_of_text_that_is_no_id_is_refused(folder: Path) -> None:
+    change_json(folder / "generation_config.json", eos_token_id="<|im_end|>")
+    for load in (load_text, load_target):
+        with pytest.raises(ValueError, match=r"eos_token_id of .* holds '<\|im_end\|>', which is no id"):
+            load(str(folder))
+
+
+def test_an_end_of_text_that_the_model_does_not_have_is_left_out_and_said(folder: Path) -> None:
+    whole = load_text(str(folder)).stop_ids
+    change_json(folder / "generation_config.json", eos_token_id=[9999, -1])
+    with pytest.warns(UserWarning, match=r"names \[-1, 9999\] as end of a text, but has ids 0..271 only"):
+        assert load_text(str(folder)).stop_ids == whole
+
+
+def test_model_code_of_its_own_says_how_it_is_allowed(folder: Path) -> None:
+    change_json(folder / "config.json", model_type="own", auto_map={"AutoConfig": "c.C", "AutoModelForCausalLM": "m.M"})
+    with pytest.raises(ValueError, match=r"set target\.trust_remote_code=true"):
+        load_text(str(folder))
+
+
+def test_a_buffer_that_is_not_finite_is_refused(make_target: Callable) -> None:
+    target = make_target("qwen3")
+    target.model.model.layers[1].mlp.register_buffer("bias", torch.tensor([1.0, float("nan")]))
+    with pytest.raises(ValueError, match=r"NaN or infinite: model\.layers\.1\.mlp\.bias"):
+        target.check()
