@@ -6,7 +6,6 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-
 _TEXT_PARTS = ("text", "input_text", "output_text")  # as APIs call them
 _MEDIA_PARTS = ("image", "image_url", "audio", "audio_url", "input_audio", "video", "video_url", "file")
 

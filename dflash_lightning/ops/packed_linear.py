@@ -2,10 +2,11 @@
 
 ``F.linear`` on the CPU re-packs its weight on every call with more than one row, which makes verifying a block of 8
 tokens cost about twice one token. Weights in float32 are laid out for ``RowProduct``, whose eight rows cost what one
-costs; where that cannot be compiled, and in bfloat16, oneDNN packs them (1.5x). In float32 one row is a matrix times
-vector, for which the plain weight is as fast and gives the bits that ``transformers.generate`` gets, so both are kept:
-memory doubles. Projections of one input (q/k/v, gate/up) are packed as one weight: few wide products beat many narrow
-ones by a tenth of the whole forward.
+costs. One row goes through it too: a row then has the same bits alone and in a block, and plain decoding is as fast as
+it can be (on some processors twice as fast as with PyTorch's matrix times vector). Where it cannot be compiled, and in
+bfloat16, oneDNN packs (1.5x); in float32 one row is multiplied with the plain weight then. Projections of one input
+(q/k/v, gate/up) are packed as one weight: few wide products beat many narrow ones by a tenth of the whole forward. The
+plain weights are kept beside the packed ones: memory doubles.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ class PackedGroup:
         assert can_pack(weight) and len(biases) in (0, len(linears))
         self.sizes = [linear.out_features for linear in linears]
         self.product = _packed_product(weight, torch.cat([bias.detach() for bias in biases]) if biases else None)
+        self.any_rows = isinstance(self.product, RowProduct)  # best for one row too
         self._input: Tensor | None = None
         self._parts: tuple[Tensor, ...] = ()
 
@@ -81,7 +83,7 @@ class PackedLinear(nn.Module):
         self.group, self.index = PackedGroup([linear]) if group is None else group, index
 
     def forward(self, x: Float[Tensor, "*rows I"]) -> Float[Tensor, "*rows O"]:
-        if x.numel() == self.in_features and x.dtype == torch.float32:
+        if x.numel() == self.in_features and x.dtype == torch.float32 and not self.group.any_rows:
             return nn.functional.linear(x, self.weight, self.bias)
         return self.group.part(x, self.index)
 
