@@ -9,7 +9,8 @@ from typing import Any
 from dflash_lightning.data.marks import check_marks, is_cut, is_learned, is_message_key, plain
 from dflash_lightning.data.values import from_json_text, is_empty, joined_text, short
 
-# Spellings, without case and separators, of ShareGPT's ``from`` and of ``role`` that occur in the wild, and the role that chat templates know.
+# Spellings, without case and separators, of ShareGPT's ``from`` and of ``role`` that occur in the wild, and the role
+# that chat templates know.
 ROLES = {
     "system": "system",
     "developer": "developer",

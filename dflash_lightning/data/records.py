@@ -238,7 +238,11 @@ class _ListReader:
         self._position += 1
 
     def value(self) -> Any:
-        """The JSON value that begins here, or why it is ``_Unusable``; raises ``_Incomplete`` where the file ends too early."""
+        """The JSON value that begins here, or why it is ``_Unusable``.
+
+        Raises:
+            _Incomplete: the file ends too early.
+        """
         while True:
             try:
                 value, end = self._decode()

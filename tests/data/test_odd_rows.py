@@ -28,7 +28,7 @@ def answer(**more: Any) -> dict[str, Any]:
     "mark", [{"metadata": {"train": False}}, {"has_loss": 0}, {"content": [{"type": "text", "text": "a", "weight": 0}]}]
 )
 def test_a_mark_that_is_not_read_is_refused(mark: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="message 2 has .* which may mark an answer"):
+    with pytest.raises(ValueError, match=r"message 2 has .* which may mark an answer"):
         row(answer(**mark))
 
 
