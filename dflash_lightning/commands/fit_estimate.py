@@ -21,18 +21,23 @@ from dflash_lightning.recipe import Parts
 from dflash_lightning.types import StepContext, TrainBatch
 
 _MOST = 4  # micro-batches measured, the first of which warms up
-_BUDGET = 6.0  # seconds after which no further one is begun
+_BUDGET = 10.0  # seconds after which no further one is begun
+_BUSY = 0.6  # share of its cores that a measurement should get
 _SHORT = 30.0  # a run that takes no longer is not worth a second measurement
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Seconds of one micro-batch and of one optimizer step."""
+    """Seconds of one micro-batch and of one optimizer step.
+
+    ``busy`` says that the measurement got less than ``_BUSY`` of the cores that it was to use.
+    """
 
     features: float
     drafter: float
     optimizer: float
     micro_batches: int
+    busy: bool = False
 
 
 @dataclass(frozen=True)
@@ -78,8 +83,14 @@ class Estimate:
         more = f"; {self.evaluations} evaluations of {self.prompts} prompts come on top" if self.evaluations else ""
         return (
             f"expect about {readable_seconds(self.seconds)} of training on this machine: {left} optimizer steps of "
-            f"{_seconds(self.step_seconds)}{first} (measured on {self.measured.micro_batches} micro-batches){more}"
+            f"{_seconds(self.step_seconds)}{first} ({self._basis}){more}"
         )
+
+    @property
+    def _basis(self) -> str:
+        count = self.measured.micro_batches
+        found = f"measured on {count} micro-batch{'es' if count > 1 else ''}"
+        return found + (", while other programs kept this machine busy" if self.measured.busy else "")
 
     def table(self) -> str:
         """What ``--dry-run`` prints."""
@@ -142,7 +153,7 @@ def estimate(parts: Parts, *, done: int = 0) -> Estimate | None:
         steps_per_epoch=per_epoch,
         done=done,
         cached=data.cache_features is not None,
-        evaluations=sum(c.count(steps, per_epoch) for c in evaluations),
+        evaluations=sum(c.count(steps, per_epoch, done=done) for c in evaluations),
         prompts=sum(c.num_prompts for c in evaluations),
         measured=measured,
         memory=memory_line(module.target, module.draft_model, module.required(), tokens).removeprefix("memory: "),
@@ -158,18 +169,19 @@ def _total_steps(max_epochs: int | None, max_steps: int, per_epoch: int) -> int:
 
 def _measure(parts: Parts, module: DraftModule, batches: list[TrainBatch], steps: int, short: float) -> Measured:
     """Seconds by part; one micro-batch is enough where it is long, or where the run is ``short`` seconds of each."""
-    device, begin = parts.trainer.strategy.root_device, time.monotonic()
+    device, begin, cpu = parts.trainer.strategy.root_device, time.monotonic(), time.process_time()
     times: list[tuple[float, float]] = []
     for batch in batches:
         times.append(_time_batch(parts, module, move_data_to_device(batch, device), steps))
         on_cpu, last = device.type == "cpu", sum(times[-1])
-        if time.monotonic() - begin > _BUDGET or (on_cpu and (last < short or last > _BUDGET / 2)):
+        if time.monotonic() - begin > _BUDGET or (on_cpu and last < short):
             break
+    share = (time.process_time() - cpu) / (torch.get_num_threads() * (time.monotonic() - begin))
     optimizer = _time_optimizer(module)
     module.zero_grad(set_to_none=True)
     counted = times[1:] or times  # the first one warms up
     features, drafter = (sum(part) / len(counted) for part in zip(*counted, strict=True))
-    return Measured(features, drafter, optimizer, len(counted))
+    return Measured(features, drafter, optimizer, len(counted), busy=device.type == "cpu" and share < _BUSY)
 
 
 def _time_batch(parts: Parts, module: DraftModule, batch: TrainBatch, steps: int) -> tuple[float, float]:

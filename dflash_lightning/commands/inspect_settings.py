@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from dflash_lightning.files import RECIPE_FILE, find_file
 from dflash_lightning.recipe_arguments import source_defaults
 from dflash_lightning.recipe_check import early_faults
-from dflash_lightning.recipe_faults import RecipeError
+from dflash_lightning.recipe_faults import RecipeError, hint_for
 from dflash_lightning.recipe_folders import recipe_names
 from dflash_lightning.recipe_load import load_with_faults
 
@@ -33,6 +33,9 @@ def read_settings(args: argparse.Namespace) -> dict[str, Any]:
         RecipeError: these parts have faults; what else is open in a recipe does not matter here.
     """
     recipe = is_recipe(args.data)
+    if not recipe and args.data.isidentifier() and not Path(args.data).exists():  # the form of a recipe's name
+        do = f"Give a data file, or a recipe. {hint_for(args.data, recipe_names())}"
+        raise ValueError(f"{args.data}: there is no such file, and no recipe of that name is shipped. {do}.")
     if not recipe and args.target is None:
         raise ValueError(f"--target: {args.data} is a data file, which belongs to no target. Give --target.")
     target = [] if args.target is None else [f"target={args.target}"]

@@ -124,12 +124,14 @@ class Evaluation:
         histogram = "  ".join(
             f"{n}{'*' if n == stats.num_drafts else ''}:{count}" for n, count in enumerate(stats.histogram)
         )
+        short = stats.rounds - sum(stats.histogram)
+        cut = f"; not of the {short} rounds with room for fewer drafts" if short else ""
         together = "" if self.batch_size == 1 else f"  (of {self.batch_size} prompts together)"
         lines = [
             f"{title}: tau {stats.tau:.3f} tokens per round ({stats.committed} tokens, {stats.rounds} rounds, "
             f"{stats.requests} prompts)",
             "  survival by slot      " + " ".join(f"{share:.2f}" for share in stats.survival),
-            f"  accepted drafts       {histogram}   (* = whole block, {stats.ceiling:.1%})",
+            f"  accepted drafts       {histogram}   (* = whole block, {stats.ceiling:.1%}{cut})",
             f"  ms per round          draft {stats.stage_ms('draft'):.1f}  verify {stats.stage_ms('verify'):.1f}  "
             f"commit {stats.stage_ms('commit'):.1f}  {'compiled' if stats.compiled else 'not compiled'}{together}",
         ]

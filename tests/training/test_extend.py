@@ -151,3 +151,13 @@ def test_nothing_to_extend_is_said(place: Any, capsys: pytest.CaptureFixture[str
     arguments = place.arguments("smoke", name="not-there")
     assert place.main(["fit", *arguments, "--extend", "trainer.max_epochs=3"]) == 2
     assert "holds no run to go on with" in capsys.readouterr().err
+
+
+def test_an_extended_recipe_has_no_setting_that_nobody_wrote() -> None:
+    """The command with the new length is then the same run."""
+    cfg = OmegaConf.create({"trainer": {"max_epochs": 6}})
+    extend_recipe(cfg, ["trainer.max_epochs=7"])
+    assert cfg == {"trainer": {"max_epochs": 7}}
+    cfg = OmegaConf.create({"trainer": {"max_epochs": 6, "max_steps": 20}})
+    extend_recipe(cfg, ["trainer.max_epochs=7"])
+    assert cfg == {"trainer": {"max_epochs": 7, "max_steps": -1}}

@@ -295,3 +295,12 @@ def test_prompts_of_another_kind_than_the_rows_are_warned_of_once(
     trainer = make_trainer(tmp_path, callbacks=[SpeculativeEval(prompts, decoding=settings())])
     trainer.fit(make_module(tiny_target), datamodule=make_data(tiny_target, write_rows(LENGTHS), packing=False))
     assert "warning: in training" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("period", "done", "left"), [(None, 0, 7), (None, 74, 5), (None, 384, 0), (100, 0, 5), (100, 100, 3), (100, 399, 1)]
+)
+def test_evaluations_that_are_left_are_counted(period: int | None, done: int, left: int) -> None:
+    evaluation = SpeculativeEval("prompts.jsonl", decoding=DecodingSettings(), every_n_steps=period)
+    steps = 384 if period is None else 400
+    assert evaluation.count(steps, 64, done=done) == left
