@@ -5,6 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
+_MINUTES = {
+    "train": "minutes of training, features included",
+    "evaluation": "minutes of evaluations in between",
+    "total": "minutes in all",
+}
+
 
 def failures(figures: dict[str, Any], min_tau: float | None) -> list[str]:
     """Why the exit status is 1; empty for a good report.
@@ -48,8 +54,8 @@ def table(figures: dict[str, Any]) -> str:
     if figures.get("finished") is False:
         rows.append(("the run", "not finished: these are figures of what it has trained so far"))
     rows += [
-        (f"{name} minutes", f"{figures[f'{name}_minutes']:.1f}")
-        for name in ("train", "evaluation", "total")
+        (label, f"{figures[f'{name}_minutes']:.1f}")
+        for name, label in _MINUTES.items()
         if figures.get(f"{name}_minutes") is not None
     ]
     width = max(len(name) for name, _ in rows)
