@@ -35,6 +35,7 @@ from dflash_lightning.module_guard import (
     StepRecord,
     check_checkpoint,
     check_trainer,
+    checksums,
 )
 from dflash_lightning.module_log import StepLog
 from dflash_lightning.module_optim import LengthChange, OptimSettings, gradients, length_change, set_rates
@@ -151,7 +152,7 @@ class DraftModule(LightningModule):
         check_trainer(self.trainer, self.draft_model)
         self.target.to(self.device)
         self._lm = self.draft_model.head_of(self.target.lm)
-        self._initial = _checksums(self.draft_model)
+        self._initial = checksums(self.draft_model)
         self._totals, self._window_samples = None, []
         self._guard = self._make_guard()
 
@@ -340,14 +341,7 @@ class DraftModule(LightningModule):
 
     def changed_parameters(self) -> int:
         """How many parameter tensors of the drafter differ from when ``fit`` began."""
-        return sum(self._initial[name] != value for name, value in _checksums(self.draft_model).items())
+        return sum(self._initial[name] != value for name, value in checksums(self.draft_model).items())
 
 
 _VOLATILE = {"transformers_version", "_name_or_path"}
-
-
-def _checksums(model: DraftModel) -> dict[str, int]:
-    """Bit sums of the parameters: enough to see whether training changed them, without keeping a copy."""
-    return {
-        name: int(p.detach().float().view(torch.int32).sum(dtype=torch.int64)) for name, p in model.named_parameters()
-    }

@@ -87,7 +87,8 @@ class StepGuard:
 
     def _error(self, record: StepRecord) -> Diverged:
         broken = [n for n, p in zip(self.names, self.parameters, strict=True) if not torch.isfinite(p).all()]
-        rank = f", rank {torch.distributed.get_rank()}" if torch.distributed.is_initialized() else ""
+        several = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+        rank = f", rank {torch.distributed.get_rank()}" if several else ""
         lines = [
             f"training stopped at optimizer step {record.number} (epoch {record.epoch}{rank}): the loss is "
             f"{float(record.loss):.4g} and the norm of the gradients {float(record.norm):.4g}. The step was not made.",
@@ -185,3 +186,10 @@ def check_checkpoint(checkpoint: dict[str, Any]) -> None:
             f"{len(named)} tensors hold NaN or infinity ({broken[0]} is the first), so the run had diverged before it "
             "was written. Start anew with --fresh (the earlier run and its best.ckpt are kept) and a lower optim.lr."
         )
+
+
+def checksums(model: nn.Module) -> dict[str, int]:
+    """Bit sums of the parameters: enough to see whether training changed them, without keeping a copy."""
+    return {
+        name: int(p.detach().float().view(torch.int32).sum(dtype=torch.int64)) for name, p in model.named_parameters()
+    }

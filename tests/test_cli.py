@@ -622,7 +622,8 @@ def test_an_export_of_a_run_states_the_runs_report_if_it_is_of_the_same_checkpoi
     (report_run / "checkpoints" / "best.ckpt").write_bytes((report_run / "checkpoints" / "last.ckpt").read_bytes())
     assert main([*export, "--out", "exported"]) == 0
     assert "is of another checkpoint" in capsys.readouterr().out
-    assert "Nothing was measured" in Path("exported/README.md").read_text()
+    card = Path("exported/README.md").read_text()
+    assert "By the evaluation of the training run itself" in card
 
 
 def test_report_fails_below_the_smallest_tau_and_names_the_number(

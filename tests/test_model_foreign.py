@@ -314,8 +314,16 @@ PLAINLY = {"rope_type": "default", "rope_theta": 10000.0}
         ),
         (flat, {"aux_hidden_state_layer_ids": [2, 3]}, r"and aux_hidden_state_layer_ids=\[2, 3\]"),
         (flat, {"dflash_config": {"target_layer_ids": [2, 2], "mask_token_id": 262}}, "names a layer twice"),
-        (flat, {"dflash_config": {"target_layer_ids": [0, 2], "mask_token_id": "262"}}, "mask_token_id is '262', but"),
-        (flat, {"block_size": 4.5}, "block_size is 4.5, but must be a whole number"),
+        *(  # where the shape hook would find the type first
+            pytest.param(flat, change, message, marks=pytest.mark.compiled)
+            for change, message in (
+                (
+                    {"dflash_config": {"target_layer_ids": [0, 2], "mask_token_id": "262"}},
+                    "mask_token_id is '262', but must be a whole number",
+                ),
+                ({"block_size": 4.5}, "block_size is 4.5, but must be a whole number"),
+            )
+        ),
         (flat, {"num_attention_heads": -4}, "num_attention_heads is -4"),
     ],
 )

@@ -23,6 +23,7 @@ OWN = (
     r"data: ",
     r"  (rows|tokens|documents|first supervised|processed rows|chat template)",
     r"memory: ",
+    r"expect about ",
     r"  warning: \d+ places where a block can start are few",  # three rows are
     r"decoding, (before training|epoch \d): ",
     r"  (survival by slot|accepted drafts|ms per round|against plain decoding|answers|speed)",

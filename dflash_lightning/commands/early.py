@@ -36,7 +36,8 @@ def check_files(args: argparse.Namespace) -> None:
         raise ValueError(f"{args.folder}: there is no such folder. Give one that dflash export wrote.")
     for path in [*_listed(getattr(args, "draft", None)), *_listed(getattr(args, "run_dir", None))]:
         find_draft_place(path, setting="--draft")
-    if getattr(args, "target", None) is not None:
+    # An export says first what its format cannot hold, which no target changes.
+    if getattr(args, "target", None) is not None and args.command != "export":
         locate(str(load_recipe("dflash", [f"target={args.target}"]).target.source))
 
 

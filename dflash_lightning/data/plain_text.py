@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from transformers import PreTrainedTokenizerBase
+from typing import Any
 
 from dflash_lightning.data.store import MaskedIds
 
 
-def encode_text(text: str, tokenizer: PreTrainedTokenizerBase) -> MaskedIds:
+def encode_text(text: str, tokenizer: Any) -> MaskedIds:
     """Ids and mask of one text; all is supervised but its first own token and what opens or closes every text.
 
     A text that was rendered before has its BOS (or EOS) already. The tokenizer's own is then left out, and the text's

@@ -118,5 +118,7 @@ def test_the_reports_table_has_the_line_too():
             "speedup_over_transformers_generate": 1.6,
             "overlap_with_training": None,
         },
+        **{"tau_interval": None, "other_target": None, "verdict": "yes", "warnings": []},
+        **{"looped_answers": 0, "cut_answers": 0, "timed_prompts": 3, "batched_prompts": 0, "batch_size": 1},
     }
     assert "as it is served" in table(figures) and "as it is served" not in table({**figures, "served": None})

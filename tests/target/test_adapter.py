@@ -208,7 +208,7 @@ def test_the_target_is_untouched_by_decoding(make_target: MakeTarget, family: st
     ("prompts", "message"),
     [
         ([[1], []], "prompt 1 is empty. Give at least one token"),
-        ([[1], [1] * 513], "prompt 1 has 513 tokens, but tiny-llama has 512 positions. Shorten it"),
+        ([[1], [1] * 513], "prompt 2: its 513 tokens leave no room for an answer: tiny-llama has 512 positions"),
     ],
 )
 def test_prompts_that_cannot_be_decoded_are_refused(tiny_target: FrozenTarget, prompts: list, message: str) -> None:

@@ -171,7 +171,7 @@ def test_longrope_is_bounded_at_its_original_length(family: str) -> None:
     assert target.facts.max_positions == target.text.max_positions == ORIGINAL
     target.check()
     spec, short, long = FeatureSpec((1,)), list(range(5, 13)), list(range(5, 45))
-    with pytest.raises(ValueError, match=r"has 40 tokens, but .* has 16 positions. Shorten it"):
+    with pytest.raises(ValueError, match=r"its 40 tokens leave no room for an answer: .* has 16 positions"):
         TargetAdapter(target, spec).prefill([short, long])
     with pytest.raises(ValueError, match=r"a row reaches position 39, but .* \(LongRoPE\) beyond 16 positions, in all"):
         target.features(torch.tensor([long]), torch.arange(40)[None], spec)
