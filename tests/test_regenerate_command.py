@@ -79,7 +79,7 @@ def test_a_draft_is_measured_and_the_verdict_said(
     ("more", "message"),
     [
         (["--top-p", "0.9"], "--top-p: 0.9 would be ignored at temperature 0"),
-        (["--temperature", "-1"], "decoding.temperature: -1.0 is not >= 0"),
+        (["--top-k", "5"], "--top-k: 5 would be ignored at temperature 0"),
         (["--draft", "nowhere"], "--draft: there is no nowhere"),
     ],
 )
