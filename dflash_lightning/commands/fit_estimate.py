@@ -176,7 +176,7 @@ def _measure(parts: Parts, module: DraftModule, batches: list[TrainBatch], steps
         on_cpu, last = device.type == "cpu", sum(times[-1])
         if time.monotonic() - begin > _BUDGET or (on_cpu and last < short):
             break
-    share = (time.process_time() - cpu) / (torch.get_num_threads() * (time.monotonic() - begin))
+    share = (time.process_time() - cpu) / (torch.get_num_threads() * max(time.monotonic() - begin, 1e-9))
     optimizer = _time_optimizer(module)
     module.zero_grad(set_to_none=True)
     counted = times[1:] or times  # the first one warms up

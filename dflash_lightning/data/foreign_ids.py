@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from transformers import PreTrainedTokenizerBase
 
 
-def foreign_token(
-    ids: Sequence[int] | NDArray[np.int32], vocab_size: int, tokenizer: PreTrainedTokenizerBase | None
-) -> str | None:
+def foreign_token(ids: Sequence[int] | NDArray[np.int32], vocab_size: int, tokenizer: Any) -> str | None:
     """What to say of the first id that is no row of an embedding of ``vocab_size`` rows; null where all are.
 
     Tokenizers know more tokens than their model has rows where tokens were added without resizing the model, or where

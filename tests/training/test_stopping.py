@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,6 +18,14 @@ from dflash_lightning.module import DraftModule
 
 PLAIN = ["data.packing=false", "trainer.max_epochs=2"]
 BLIND = [*PLAIN, "callbacks=[checkpoint_last]"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _hears_ctrl_c() -> Iterator[None]:
+    """A shell lets its background jobs ignore Ctrl-C, and an ignored signal stays ignored: these tests send some."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="module")
