@@ -55,11 +55,11 @@ quickstart: $(INSTALLED)
 	@echo 'next: . $(BIN)/activate, then for example: dflash generate --draft runs/quickstart --chat'
 
 # Twice: torch.compile cannot trace functions that the shape hook has wrapped. One process per core, each with one thread:
-# tensors are tiny, and threads that wait for each other made the suite several times slower on two busy cores. A file
-# goes to a process as a whole, so that what its tests share (a trained run, say) is made once. The compiled tests share
-# one cache of the compiler, so they run in one process.
+# tensors are tiny, and threads that wait for each other made the suite several times slower on two busy cores. A process
+# that has run out of tests takes some of another's, which may make what a file's tests share (a trained run, say) twice.
+# The compiled tests share one cache of the compiler, so they run in one process.
 WORKERS ?= auto
-DIST ?= loadfile
+DIST ?= worksteal
 test: export OMP_NUM_THREADS = 1
 test: $(DEVELOPED)
 	$(BIN)/python tests/fetch_tokenizers.py
