@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from dflash_lightning.commands.grammar import make_parser
 from dflash_lightning.quiet import quiet
-from dflash_lightning.recipe_faults import hint_for
+from dflash_lightning.recipe.faults import hint_for
 
 
 def main(argv: Sequence[str] | None = None) -> int:

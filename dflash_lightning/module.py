@@ -26,8 +26,10 @@ from dflash_lightning.drafter import Drafter
 from dflash_lightning.head import DraftHead
 from dflash_lightning.loss import LossTerm
 from dflash_lightning.model import DraftModel
-from dflash_lightning.model_start import DraftPlan
-from dflash_lightning.module_guard import (
+from dflash_lightning.model.start import DraftPlan
+from dflash_lightning.ops.lm_head import Argmax, LanguageHead, View
+from dflash_lightning.target import FrozenTarget
+from dflash_lightning.training.guard import (
     ADVICE,
     Diverged,
     ScaleGuard,
@@ -37,10 +39,8 @@ from dflash_lightning.module_guard import (
     check_trainer,
     checksums,
 )
-from dflash_lightning.module_log import StepLog
-from dflash_lightning.module_optim import LengthChange, OptimSettings, gradients, length_change, set_rates
-from dflash_lightning.ops.lm_head import Argmax, LanguageHead, View
-from dflash_lightning.target import FrozenTarget
+from dflash_lightning.training.log import StepLog
+from dflash_lightning.training.optim import LengthChange, OptimSettings, gradients, length_change, set_rates
 from dflash_lightning.types import FeatureSpec, SlotTotals, StepContext, TargetFeatures, TrainBatch
 
 

@@ -17,7 +17,7 @@ from dflash_lightning.commands.shared_arguments import (
     add_sampling_arguments,
     add_target_arguments,
 )
-from dflash_lightning.recipe_folders import recipe_names
+from dflash_lightning.recipe.folders import recipe_names
 
 _EPILOG = """\
 a first session:

@@ -19,14 +19,14 @@ from dflash_lightning.commands.report_text import failures, table
 from dflash_lightning.commands.run_figures import PROMPTS_KEY, REPORT_FILE, own_prompts, read_report
 from dflash_lightning.data import Prompt
 from dflash_lightning.data.overlap import ngram_overlap
-from dflash_lightning.data.rows import ChatRow, TextRow, TokenRow
-from dflash_lightning.data.sources import make_sources
+from dflash_lightning.data.read.rows import ChatRow, TextRow, TokenRow
+from dflash_lightning.data.read.sources import make_sources
 from dflash_lightning.decoding import DecodingSettings
 from dflash_lightning.decoding.benchmark import Timing
 from dflash_lightning.decoding.interval import tau_interval
 from dflash_lightning.files import find_file
 from dflash_lightning.machine import machine
-from dflash_lightning.model_files import WEIGHTS_FILE
+from dflash_lightning.model.files import WEIGHTS_FILE
 from dflash_lightning.run import RunFolder, file_digest, json_text, versions
 from dflash_lightning.target import FrozenTarget
 from dflash_lightning.target.served import served_line, served_settings

@@ -11,19 +11,19 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor
 
 from dflash_lightning.block.base import BlockConstructor
-from dflash_lightning.data.collate import BatchMaker, WindowItem
-from dflash_lightning.data.conversation import Supervise
-from dflash_lightning.data.exact_resume import ExactResume
-from dflash_lightning.data.feature_cache import DTYPES, FeatureCache, make_in_memory
-from dflash_lightning.data.feature_ranks import Ranks, make_on_disk
-from dflash_lightning.data.feature_shards import FeatureShards
-from dflash_lightning.data.loader import PlanSampler, StatefulLoader
-from dflash_lightning.data.packing import Planner, PlanSettings
-from dflash_lightning.data.process import Processing, TrainingRows
-from dflash_lightning.data.sources import make_sources
-from dflash_lightning.data.store import DocumentStore
-from dflash_lightning.data.summary import DataSummary
-from dflash_lightning.data.truncation import Truncate
+from dflash_lightning.data.batch.collate import BatchMaker, WindowItem
+from dflash_lightning.data.batch.exact_resume import ExactResume
+from dflash_lightning.data.batch.loader import PlanSampler, StatefulLoader
+from dflash_lightning.data.batch.packing import Planner, PlanSettings
+from dflash_lightning.data.features.cache import DTYPES, FeatureCache, make_in_memory
+from dflash_lightning.data.features.ranks import Ranks, make_on_disk
+from dflash_lightning.data.features.shards import FeatureShards
+from dflash_lightning.data.read.conversation import Supervise
+from dflash_lightning.data.read.process import Processing, TrainingRows
+from dflash_lightning.data.read.sources import make_sources
+from dflash_lightning.data.read.store import DocumentStore
+from dflash_lightning.data.read.summary import DataSummary
+from dflash_lightning.data.read.truncation import Truncate
 from dflash_lightning.target import FrozenTarget
 from dflash_lightning.types import Alignment, FeatureSpec, TrainBatch
 

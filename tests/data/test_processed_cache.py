@@ -17,11 +17,12 @@ import pytest
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 import dflash_lightning
-from dflash_lightning.data import DataSummary, DraftData, process
-from dflash_lightning.data.process import Processing, code_digest, tokenizer_digest
-from dflash_lightning.data.processed_cache import Processed, ProcessedCache
-from dflash_lightning.data.sources import make_sources
-from dflash_lightning.data.store import DocumentStore, MaskedIds
+from dflash_lightning.data import DataSummary, DraftData
+from dflash_lightning.data.read import process
+from dflash_lightning.data.read.process import Processing, code_digest, tokenizer_digest
+from dflash_lightning.data.read.processed_cache import Processed, ProcessedCache
+from dflash_lightning.data.read.sources import make_sources
+from dflash_lightning.data.read.store import DocumentStore, MaskedIds
 from dflash_lightning.target import FrozenTarget
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello you."}]}
@@ -266,8 +267,8 @@ def test_what_a_killed_process_left_is_cleared_away(tmp_path: Path, monkeypatch:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:  # after the arrays were written; a kill runs no clean-up
-        patch.setattr("dflash_lightning.data.processed_cache.shutil.rmtree", lambda *args, **settings: None)
-        patch.setattr("dflash_lightning.data.processed_cache.file_digest", killed)
+        patch.setattr("dflash_lightning.data.read.processed_cache.shutil.rmtree", lambda *args, **settings: None)
+        patch.setattr("dflash_lightning.data.read.processed_cache.file_digest", killed)
         with pytest.raises(KeyboardInterrupt):
             cache.get(KEY, made)
     assert len(list(tmp_path.glob(f"{entry.name}.*.tmp"))) == 1 and not entry.exists()

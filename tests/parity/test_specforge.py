@@ -9,7 +9,7 @@ from dflash_lightning.block import Anchored, anchored
 from dflash_lightning.export import export
 from dflash_lightning.loss import CrossEntropy
 from dflash_lightning.model import load_draft
-from dflash_lightning.model_files import file_names
+from dflash_lightning.model.files import file_names
 from dflash_lightning.types import Document, FeatureSpec, SlotTotals, StepContext
 
 pytestmark = pytest.mark.parity

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from dflash_lightning import recipe_precision
 from dflash_lightning.commands import fit as fit_module
 from dflash_lightning.commands.fit_estimate import Estimate, Measured
-from dflash_lightning.recipe_precision import settle_precision
+from dflash_lightning.recipe import precision as recipe_precision
+from dflash_lightning.recipe.precision import settle_precision
 
 
 def made(**changes: Any) -> Estimate:
