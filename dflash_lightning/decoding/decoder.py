@@ -10,7 +10,7 @@ from typing import Literal, get_args
 from dflash_lightning.decoding.builder import BestChain, DraftBuilder, SampledChain
 from dflash_lightning.decoding.draft_proposer import DraftProposer
 from dflash_lightning.decoding.head import make_decoding_head
-from dflash_lightning.decoding.loop import OnRound, Parts, check_compatible, decode_batch
+from dflash_lightning.decoding.loop import DecodeParts, OnRound, check_compatible, decode_batch
 from dflash_lightning.decoding.noise import Noise
 from dflash_lightning.decoding.proposer import NoDrafts, Proposer
 from dflash_lightning.decoding.sampling import Sampler, SamplingSpec
@@ -77,7 +77,7 @@ class SpeculativeDecoder:
             self.proposer: Proposer = self._make_proposer()
         judge: Verifier = TokenVerifier(sampler) if by_rejection else MatchVerifier(sampler)
         builder: DraftBuilder = SampledChain(sampler, target.facts.vocab_size) if by_rejection else BestChain()
-        self.parts = Parts(adapter, self.proposer, builder, judge)
+        self.parts = DecodeParts(adapter, self.proposer, builder, judge)
         check_compatible(self.parts)
 
     def _make_proposer(self) -> Proposer:

@@ -41,7 +41,7 @@ class CachedTarget(Protocol):
 
 
 @dataclass(frozen=True)
-class Parts:
+class DecodeParts:
     """What the loop runs."""
 
     target: CachedTarget
@@ -50,7 +50,7 @@ class Parts:
     verifier: Verifier
 
 
-def check_compatible(parts: Parts) -> None:
+def check_compatible(parts: DecodeParts) -> None:
     """Refuse parts that would decode something else than the target's own text.
 
     Raises:
@@ -74,7 +74,7 @@ def clip(tokens: list[int], room: int, stop_ids: Collection[int]) -> list[int]:
 
 @torch.no_grad()
 def decode_batch(
-    parts: Parts,
+    parts: DecodeParts,
     prompts: Sequence[list[int]],
     requests: Sequence[int],
     *,

@@ -20,7 +20,7 @@ from transformers.utils import cached_file, logging
 
 from dflash_lightning.draft_config import NESTED, DraftConfig
 from dflash_lightning.files import CONFIG_FILE
-from dflash_lightning.model.foreign import OURS, Source, adopt_settings, explain_tensors, source_of
+from dflash_lightning.model.foreign import OURS, ForeignFormat, adopt_settings, explain_tensors, source_of
 from dflash_lightning.model.vocabulary import VOCABULARY_MAPS, take_extras
 from dflash_lightning.model.weights import check_stored, check_tensors, check_unquantised
 
@@ -152,7 +152,7 @@ def _check_loaded(info: Mapping[str, Any], extras: AbstractSet[str], where: str)
         )
 
 
-def _key_mapping(names: Mapping[str, str], source: Source) -> dict[str, str]:
+def _key_mapping(names: Mapping[str, str], source: ForeignFormat) -> dict[str, str]:
     """Patterns of names in the file, and what they become in the model: ``^fc\\.`` becomes ``conditioning.fc.``."""
     parts = {name.split(".")[0]: own[: len(own) - len(name)] for own, name in names.items() if own != name}
     mapping = {rf"^{first}\.": f"{part}{first}." for first, part in sorted(parts.items())}

@@ -37,7 +37,7 @@ _SPECIAL = {"bos_token_id", "eos_token_id", "pad_token_id"}
 
 
 @dataclass(frozen=True)
-class Source:
+class ForeignFormat:
     """How one program's files differ from ours, the names in the file being z-lab's where nothing is said.
 
     ``renamed`` maps how a tensor's name begins in the file to how z-lab's begins; ``copies`` are the target's own
@@ -51,17 +51,17 @@ class Source:
     maps_vocabulary: bool = False
 
 
-OURS = Source("dflash_lightning")
-ZLAB = Source("z-lab")
-SPECULATORS = Source(
+OURS = ForeignFormat("dflash_lightning")
+ZLAB = ForeignFormat("z-lab")
+SPECULATORS = ForeignFormat(
     "speculators",
     copies=("embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight", "verifier_norm.weight"),
     maps_vocabulary=True,
 )
-TRANSFORMERS = Source("transformers", renamed={"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."})
+TRANSFORMERS = ForeignFormat("transformers", renamed={"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."})
 
 
-def source_of(raw: Mapping[str, Any]) -> Source:
+def source_of(raw: Mapping[str, Any]) -> ForeignFormat:
     """Whose ``config.json`` this is."""
     if raw.get("model_type") == DraftConfig.model_type:
         return OURS
@@ -215,7 +215,7 @@ def _causality(raw: Mapping[str, Any], is_causal: bool | None, where: str) -> di
     return {"is_causal": nested}
 
 
-def _windows(settings: Mapping[str, Any], source: Source, where: str) -> dict[str, Any]:
+def _windows(settings: Mapping[str, Any], source: ForeignFormat, where: str) -> dict[str, Any]:
     """``layer_types`` and ``sliding_window``; no window where no layer slides."""
     types, window = settings.get("layer_types"), settings.get("sliding_window")
     # Qwen3's config class, which z-lab's, SpecForge's, NeMo's and speculators' drafters are read with, drops the window

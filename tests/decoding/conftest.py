@@ -8,7 +8,7 @@ import torch
 from dflash_lightning.block import Anchored
 from dflash_lightning.conditioning import KVInjection
 from dflash_lightning.decoding.builder import BestChain, SampledChain
-from dflash_lightning.decoding.loop import Parts
+from dflash_lightning.decoding.loop import DecodeParts
 from dflash_lightning.decoding.noise import Noise
 from dflash_lightning.decoding.proposer import NoDrafts, Proposer
 from dflash_lightning.decoding.sampling import Sampler, SamplingSpec
@@ -102,10 +102,12 @@ def scripted_proposer() -> type[ScriptedProposer]:
 
 
 @pytest.fixture
-def make_parts() -> Callable[..., Parts]:
+def make_parts() -> Callable[..., DecodeParts]:
     """``make_parts(target, proposer=None, verifier="match", vocab_size=.., **sampling)`` for ``decode_batch``."""
 
-    def make(target: object, proposer: Proposer | None = None, verifier: str = "match", **sampling: object) -> Parts:
+    def make(
+        target: object, proposer: Proposer | None = None, verifier: str = "match", **sampling: object
+    ) -> DecodeParts:
         vocab_size = int(sampling.pop("vocab_size", 0))
         spec = SamplingSpec(**sampling)
         sampler = Sampler(spec, Noise(spec.seed))
@@ -113,7 +115,7 @@ def make_parts() -> Callable[..., Parts]:
             builder, judge = SampledChain(sampler, vocab_size), TokenVerifier(sampler)
         else:
             builder, judge = BestChain(), MatchVerifier(sampler)
-        return Parts(target, proposer if proposer is not None else NoDrafts(), builder, judge)
+        return DecodeParts(target, proposer if proposer is not None else NoDrafts(), builder, judge)
 
     return make
 
