@@ -9,8 +9,10 @@ from torch import Tensor, nn
 
 from dflash_lightning.component import Component
 from dflash_lightning.draft_config import DraftConfig
-from dflash_lightning.ops.lm_head import LanguageHead, View
+from dflash_lightning.ops.lm_head import HeadOutput, LanguageHead, View
 from dflash_lightning.types import BlockLayout, FeatureSpec
+
+__all__ = ["DraftHead", "HeadOutput"]
 
 
 class DraftHead(Component, nn.Module, ABC, axis=True):

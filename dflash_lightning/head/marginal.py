@@ -25,7 +25,7 @@ class MarginalHead(DraftHead):
         """Nothing to make: the head is the target's."""
 
     def views(self, hidden: Float[Tensor, "B N K H"], layout: BlockLayout, lm: LanguageHead) -> dict[str, View]:
-        return {"main": View(hidden, layout.rows, lm)}
+        return {"main": View.of(hidden, layout.rows, lm)}
 
     def logits(self, hidden: Float[Tensor, "B Kp H"], lm: LanguageHead) -> Float[Tensor, "B Kp V"]:
         return lm.logits(hidden)

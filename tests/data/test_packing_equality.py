@@ -15,6 +15,7 @@ from dflash_lightning.block import Anchored
 from dflash_lightning.data import DraftData
 from dflash_lightning.loss import CrossEntropy
 from dflash_lightning.model import DraftModel
+from dflash_lightning.ops.lm_head import HeadOutput
 from dflash_lightning.target import FrozenTarget
 from dflash_lightning.types import StepContext, TrainBatch
 
@@ -62,8 +63,8 @@ def losses(target: FrozenTarget, draft: DraftModel, batch: TrainBatch) -> dict[i
             mine[row] = layout.keep[row] & (layout.context_start[row] == start)
             kept = layout.valid
             layout.valid = kept & mine[..., None]
-            views = draft.views(hidden, layout, lm)
-            found[sample] = float(term.numerator(views, layout, batch.features, StepContext(0, 1, 0)))
+            out = HeadOutput(draft.views(hidden, layout, lm))
+            found[sample] = float(term.numerator(out, layout, None, StepContext(0, 1, 0)))
             layout.valid = kept
     return found
 
