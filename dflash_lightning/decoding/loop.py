@@ -15,9 +15,10 @@ from torch import Tensor
 
 from dflash_lightning.decoding.builder import DraftBuilder
 from dflash_lightning.decoding.proposer import Proposer
+from dflash_lightning.decoding.sampling import Sampler
 from dflash_lightning.decoding.stats import DecodeStats, StageClock
 from dflash_lightning.decoding.types import Draft, Generation, Round, Verdict
-from dflash_lightning.decoding.verify import Verifier
+from dflash_lightning.decoding.verifier import Verifier
 from dflash_lightning.types import TargetFeatures
 
 # Called with (request id, new tokens, whether each was drafted) for the first token and after every round.
@@ -48,6 +49,7 @@ class DecodeParts:
     proposer: Proposer
     builder: DraftBuilder
     verifier: Verifier
+    sampler: Sampler
 
 
 def check_compatible(parts: DecodeParts) -> None:
@@ -56,7 +58,7 @@ def check_compatible(parts: DecodeParts) -> None:
     Raises:
         ValueError: the drafts are not of a kind that the verifier judges losslessly.
     """
-    drawn, judged = parts.builder.drawn, parts.verifier.drawn
+    drawn, judged = parts.builder.drawn, parts.verifier.judges
     if parts.proposer.num_drafts and drawn not in judged:
         raise ValueError(
             f"decoding.verifier: {type(parts.verifier).__name__} judges {sorted(judged)} drafts, but "
@@ -88,7 +90,7 @@ def decode_batch(
     clock = StageClock(stats)
     logits, features, lengths = parts.target.prefill(list(prompts))
     ids = torch.tensor(list(requests), device=lengths.device)
-    roots = parts.verifier.sampler.choose(logits[:, None], ids, lengths[:, None])[:, 0]
+    roots = parts.sampler.choose(logits[:, None], ids, lengths[:, None])[:, 0]
     book.first(roots.tolist())
     parts.proposer.start(features, lengths)
     clock.ends("prefill")
@@ -96,10 +98,10 @@ def decode_batch(
     index = 0
     while any(book.live):
         where = Round(ids, lengths, index)
-        draft = parts.builder.build(roots, parts.proposer.propose(roots), where)
+        draft = parts.builder.build(roots, parts.proposer.propose(roots), where, parts.sampler)
         clock.ends("draft")
         logits, features = parts.target.verify(draft.tokens)
-        verdict = parts.verifier.verify(draft, logits, where)
+        verdict = parts.verifier.verify(draft, logits, where, parts.sampler)
         roots = verdict.following
         committed = _on_host(draft, verdict)  # the one wait for the device per round
         clock.ends("verify")
