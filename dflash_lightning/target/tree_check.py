@@ -1,4 +1,4 @@
-"""Check of token trees with a target of a family that the test suite does not hold."""
+"""Trial of token trees with a target of a family that the test suite does not hold."""
 
 from __future__ import annotations
 
