@@ -45,18 +45,19 @@ class TableTarget:
         rows = torch.tensor([prompt + [-1] * (width - len(prompt)) for prompt in prompts])
         return torch.stack([self.next_logits(text) for text in self.texts]), _features(rows), self.lengths
 
-    def verify(self, tokens: torch.Tensor) -> tuple[torch.Tensor, TargetFeatures]:
+    def verify(self, tokens: torch.Tensor) -> torch.Tensor:
         self.judged = tokens.tolist()
         logits = [
             torch.stack([self.next_logits(text + row[: k + 1]) for k in range(len(row))])
             for text, row in zip(self.texts, self.judged, strict=True)
         ]
-        return torch.stack(logits), _features(tokens)
+        return torch.stack(logits)
 
-    def commit(self, keep: torch.Tensor) -> None:
+    def commit(self, path: torch.Tensor | None, keep: torch.Tensor) -> TargetFeatures:
         self.commits.append(keep.tolist())
         for text, row, count in zip(self.texts, self.judged, keep.tolist(), strict=True):
             text += row[:count]
+        return _features(torch.tensor(self.judged))
 
 
 def _features(tokens: torch.Tensor) -> TargetFeatures:

@@ -181,8 +181,8 @@ def _decoded_features(adapter: TargetAdapter, ids: Tensor) -> Tensor:
     pieces = [adapter.prefill([row[:half]])[1].hidden]
     for begin in range(half, len(row), 4):
         block = row[begin : begin + 4]
-        pieces.append(adapter.verify(torch.tensor([block]))[1].hidden)
-        adapter.commit(torch.tensor([len(block)]))
+        adapter.verify(torch.tensor([block]))
+        pieces.append(adapter.commit(None, torch.tensor([len(block)])).hidden)
     return torch.cat(pieces, dim=1)
 
 
