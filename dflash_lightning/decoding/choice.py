@@ -31,8 +31,8 @@ def named_part(axis: str, value: Any) -> Any:
         return registry[value]()
     except TypeError as error:
         raise ValueError(
-            f"decoding.{axis}: {value!r} needs settings ({error}). Choose an option that has them (decoding=OPTION, see "
-            "dflash recipes), or write a mapping with _target_ and settings."
+            f"decoding.{axis}: {value!r} needs settings ({error}). Choose an option that has them "
+            "(decoding=OPTION, see dflash recipes), or write a mapping with _target_ and settings."
         ) from None
 
 

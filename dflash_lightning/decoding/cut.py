@@ -11,8 +11,9 @@ from dflash_lightning.decoding.types import Draft, Round
 def cut_draft(draft: Draft, policy: WidthPolicy, where: Round, decoding: list[bool]) -> tuple[Draft, list[bool]]:
     """The draft cut to the widths that ``policy`` gives, and which of its rows have lost nodes by that.
 
-    Nodes behind the last one that any row needs are not there any more, so that verification costs less. Rows with
-    ``decoding`` false have ended: they follow the widest of the others. Waits for the device once.
+    Nodes behind the last one that any row needs are not there any more, so that verification costs less; one draft
+    stays in any case, dead or not. Rows with ``decoding`` false have ended: they follow the widest of the others. Waits
+    for the device once.
     """
     width = policy.width(draft, where).clamp_min(0)
     rows = torch.tensor(decoding, device=width.device)
@@ -22,7 +23,7 @@ def cut_draft(draft: Draft, policy: WidthPolicy, where: Round, decoding: list[bo
     before = torch.ones_like(cut.live) if draft.live is None else draft.live
     num_nodes = draft.tokens.shape[1]
     seen = torch.cat([cut.live.any(0), cut.live.all(0), (before & ~cut.live).any(1)]).tolist()
-    needed = max(node for node in range(num_nodes) if seen[node]) + 1
+    needed = max(node for node in range(num_nodes) if seen[node] or node <= 1) + 1
     cut = cut.narrow(needed)
     if all(seen[num_nodes : num_nodes + needed]):
         cut.live = None  # nothing of what is left is dead in any row: the quick way is right

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from dflash_lightning.decoding.builder import BestChain, DraftBuilder
@@ -24,7 +25,7 @@ from dflash_lightning.decoding.verifier import MatchVerifier, Verifier
 from dflash_lightning.model import DraftModel
 from dflash_lightning.ops.plain_mode import plain_mode
 from dflash_lightning.target import FrozenTarget, TargetAdapter
-from dflash_lightning.target.room import check_room, positions_needed
+from dflash_lightning.target.room import check_room
 from dflash_lightning.types import FeatureSpec
 
 
@@ -41,10 +42,10 @@ class SpeculativeDecoder:
 
     ``draft`` null decodes plainly through the same loop: the baseline of every speed-up, and of every losslessness
     check. ``builder``, ``policy`` and ``verifier`` null mean by temperature, see ``choose_strategies``; plain decoding
-    has no use for them. Buffers hold ``batch_size`` rows of ``max_length`` tokens, prompt included. The drafter is copied at the start of every ``decode``: training it further
-    needs no call here, and decoding changes nothing about it (weights, gradients, modes), nor any random state.
-    ``compile`` ``"auto"`` compiles the draft step only when the tokens asked for in one ``decode`` pay it back.
-    ``shown`` false leaves out the line that announces compilation.
+    has no use for them. Buffers hold ``batch_size`` rows of ``max_length`` tokens, prompt included. The drafter is
+    copied at the start of every ``decode``: training it further needs no call here, and decoding changes nothing about
+    it (weights, gradients, modes), nor any random state. ``compile`` ``"auto"`` compiles the draft step only when the
+    tokens asked for in one ``decode`` pay it back. ``shown`` false leaves out the line that announces compilation.
     """
 
     def __init__(
@@ -82,6 +83,11 @@ class SpeculativeDecoder:
             if draft is None:  # the target's own draws, which a verifier by rejection would take from other noise
                 builder, verifier, policy = BestChain(), MatchVerifier(), None
             sampler = Sampler(sampling, Noise(sampling.seed))
+            if adapter.max_batch is not None and batch_size > adapter.max_batch:
+                raise ValueError(
+                    f"decoding.batch_size: {batch_size}, but {target.facts.name} can decode {adapter.max_batch} texts "
+                    f"at once. Use {adapter.max_batch} or fewer."
+                )
             own_policy = copy.deepcopy(policy)  # it may keep what it has seen
             self.parts = DecodeParts(adapter, self.proposer, builder, verifier, sampler, own_policy)
             check_compatible(self.parts)
@@ -182,18 +188,7 @@ class SpeculativeDecoder:
         for i, prompt in enumerate(prompts):
             if not prompt:
                 raise ValueError(f"prompts[{i}] is empty. Give at least one token, for example the bos token.")
-            needed = positions_needed(len(prompt), max_new_tokens)  # drafts past the end have rows of their own
-            if needed > self.max_length:
-                raise ValueError(
-                    f"prompts[{i}]: {len(prompt)} tokens and max_new_tokens={max_new_tokens} need {needed} rows, but "
-                    f"the decoder was made for max_length={self.max_length}. "
-                    "Shorten the prompt, lower max_new_tokens or raise max_length."
-                )
-        check_room(
-            [len(prompt) for prompt in prompts],
-            self.target.facts.max_positions,
-            self.target.facts.name,
-            max_new_tokens=max_new_tokens,
-            num_drafts=self.proposer.num_drafts,
-            call=lambda place: f"prompts[{place}]",
-        )
+        facts, lengths = self.target.facts, [len(prompt) for prompt in prompts]
+        check = partial(check_room, lengths, max_new_tokens=max_new_tokens, call=lambda place: f"prompts[{place}]")
+        check(self.max_length, "this decoder", wider="a larger max_length")  # drafts past the end have their own rows
+        check(facts.max_positions, facts.name, num_drafts=self.proposer.num_drafts)

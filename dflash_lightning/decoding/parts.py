@@ -24,11 +24,15 @@ class CachedTarget(Protocol):
     ``prefill`` returns the logits after each prompt, the features of its positions and the prompts' lengths. ``verify``
     runs the nodes of a draft after what is committed and returns the logits after each. ``commit`` keeps the first
     ``keep[b]`` nodes of a path through them (null: all nodes in order), forgets the rest and returns the features of
-    the path. ``check_trees`` raises a ValueError with the reason where ``trees`` is false.
+    the path. ``check_trees`` raises a ValueError with the reason where ``trees`` is false. ``max_batch`` null: a batch
+    may hold any number of sequences.
     """
 
     @property
     def trees(self) -> bool: ...
+
+    @property
+    def max_batch(self) -> int | None: ...
 
     def check_trees(self) -> None: ...
 

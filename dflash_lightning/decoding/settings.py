@@ -90,7 +90,7 @@ class DecodingSettings:
         return num_drafts(draft, self.block_size)
 
     def summary(self) -> dict[str, Any]:
-        """The settings as plain values, for reports; a component is its name and settings."""
+        """The settings as plain values, for reports; a component is its class path and settings."""
         return {field.name: _plain(getattr(self, field.name)) for field in fields(self)}
 
     def make_decoder(
@@ -122,4 +122,6 @@ class DecodingSettings:
 
 
 def _plain(value: Any) -> Any:
-    return {"name": value.name, **value.settings()} if isinstance(value, Component) else value
+    if not isinstance(value, Component):
+        return value
+    return {"_target_": f"{type(value).__module__}.{type(value).__qualname__}", **value.settings()}

@@ -29,10 +29,11 @@ class DecodeStats:
     rounds share. *Whole* rounds are those that no stop token and no length limit cut: acceptance is measured on them
     only, since a cut says nothing about the drafts behind it. Depth and nodes are counted apart: a chain of five drafts
     has five nodes and depth 5, a tree of five nodes may be 2 deep. Acceptance is by depth, cost is by node. The
-    histogram counts whole rounds that no policy narrowed, by the depth they reached. The first token of a request comes from the prefill: it is in ``generated`` and not in
-    ``committed``. ``looped_requests`` are answers that repeat themselves (``repeats_itself``), with their rounds and
-    tokens; ``cut_requests`` ended at the length limit. ``compared`` outputs were held against plain decoding's:
-    ``identical`` of them are equal, and ``rounded`` leave it at a near tie (see ``Evaluation``).
+    histogram counts whole rounds that no policy narrowed, by the depth they reached. The first token of a request comes
+    from the prefill: it is in ``generated`` and not in ``committed``. ``looped_requests`` are answers that repeat
+    themselves (``repeats_itself``), with their rounds and tokens; ``cut_requests`` ended at the length limit.
+    ``compared`` outputs were held against plain decoding's: ``identical`` of them are equal, and ``rounded`` leave it
+    at a near tie (see ``Evaluation``).
     """
 
     num_drafts: int
@@ -198,13 +199,18 @@ class DecodeStats:
 
     @property
     def ceiling(self) -> float:
-        """Share of whole rounds, not narrowed, that reached the last slot: mass that a longer block could still gain."""
+        """Share of whole rounds, not narrowed, that reached the last slot: what a longer block could still gain."""
         return _ratio(self.histogram[-1], sum(self.histogram))
 
     @property
     def full_accept(self) -> float:
         """Share of whole rounds that ended where nothing more was drafted: a whole chain, or a leaf of a tree."""
         return _ratio(self.full_accepts, self.whole_rounds)
+
+    @property
+    def identical_share(self) -> float:
+        """Share of the compared outputs that equal plain decoding's."""
+        return _ratio(self.identical, self.compared)
 
     @property
     def compiled(self) -> bool:

@@ -75,7 +75,7 @@ class Draft:
         return replace(self, live=within if self.live is None else self.live & within)
 
     def narrow(self, num_nodes: int) -> Draft:
-        """The first ``num_nodes`` nodes; the others are not live in any row. Rows of a chain's law go with its nodes."""
+        """The first ``num_nodes`` nodes; no other is live in any row. Rows of a chain's law go with its nodes."""
         if num_nodes == self.tokens.shape[1]:
             return self
         law = self.law
