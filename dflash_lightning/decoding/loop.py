@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from dflash_lightning.decoding.builder import DraftBuilder
@@ -30,15 +30,22 @@ class CachedTarget(Protocol):
     """What the loop asks of a target: ``TargetAdapter`` is one.
 
     ``prefill`` returns the logits after each prompt, the features of its positions and the prompts' lengths. ``verify``
-    runs roots and drafts at the positions after what is committed and returns logits and features of each; ``commit``
-    keeps the first ``keep[b]`` of these and takes the rest back.
+    runs roots and drafts at the positions after what is committed and returns logits of each; ``commit`` keeps the
+    first ``keep[b]`` nodes of a path through them (null: all in order), takes the rest back and returns the path's
+    features.
     """
 
     def prefill(self, prompts: list[list[int]]) -> tuple[Float[Tensor, "B V"], TargetFeatures, Int[Tensor, " B"]]: ...
 
-    def verify(self, tokens: Int[Tensor, "B W"]) -> tuple[Float[Tensor, "B W V"], TargetFeatures]: ...
+    def verify(
+        self,
+        tokens: Int[Tensor, "B N"],
+        *,
+        parents: Int[Tensor, "B N"] | None = None,
+        live: Bool[Tensor, "B N"] | None = None,
+    ) -> Float[Tensor, "B N V"]: ...
 
-    def commit(self, keep: Int[Tensor, " B"]) -> None: ...
+    def commit(self, path: Int[Tensor, "B P"] | None, keep: Int[Tensor, " B"]) -> TargetFeatures: ...
 
 
 @dataclass(frozen=True)
@@ -100,13 +107,13 @@ def decode_batch(
         where = Round(ids, lengths, index)
         draft = parts.builder.build(roots, parts.proposer.propose(roots), where, parts.sampler)
         clock.ends("draft")
-        logits, features = parts.target.verify(draft.tokens)
+        logits = parts.target.verify(draft.tokens, parents=draft.parents, live=draft.live)
         verdict = parts.verifier.verify(draft, logits, where, parts.sampler)
         roots = verdict.following
         committed = _on_host(draft, verdict)  # the one wait for the device per round
         clock.ends("verify")
         keep = torch.tensor([len(tokens) * live for tokens, live in zip(committed, book.live, strict=True)])
-        parts.target.commit(keep)
+        features = parts.target.commit(verdict.path, keep)
         parts.proposer.ingest(features, keep)
         lengths = lengths + keep.to(lengths.device)
         clock.ends("commit")

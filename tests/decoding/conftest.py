@@ -49,18 +49,19 @@ class TableTarget:
         rows = torch.tensor([prompt + [-1] * (width - len(prompt)) for prompt in prompts])
         return torch.stack([self.next_logits(text) for text in self.texts]), _features(rows), self.lengths
 
-    def verify(self, tokens: torch.Tensor) -> tuple[torch.Tensor, TargetFeatures]:
+    def verify(self, tokens: torch.Tensor, *, parents: None = None, live: None = None) -> torch.Tensor:
         self.judged = tokens.tolist()
         logits = [
             torch.stack([self.next_logits(text + row[: k + 1]) for k in range(len(row))])
             for text, row in zip(self.texts, self.judged, strict=True)
         ]
-        return torch.stack(logits), _features(tokens)
+        return torch.stack(logits)
 
-    def commit(self, keep: torch.Tensor) -> None:
+    def commit(self, path: torch.Tensor | None, keep: torch.Tensor) -> TargetFeatures:
         self.commits.append(keep.tolist())
         for text, row, count in zip(self.texts, self.judged, keep.tolist(), strict=True):
             text += row[:count]
+        return _features(torch.tensor(self.judged))
 
 
 def _features(tokens: torch.Tensor) -> TargetFeatures:
@@ -167,7 +168,7 @@ def overfit(
     for _ in range(steps):
         for layout, features, positions in batches:
             hidden = draft.block_hidden(target.embed(layout.input_ids), layout, features, positions)
-            (log_prob,) = draft.views(hidden, layout, lm)["main"].scalars(LabelLogProb(layout.labels))
+            (log_prob,) = draft.outputs(hidden, layout, lm).views["main"].scalars(LabelLogProb(layout.labels))
             loss = -torch.where(layout.valid, log_prob, 0.0).sum() / layout.valid.sum()
             optimizer.zero_grad()
             loss.backward()

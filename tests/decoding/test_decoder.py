@@ -64,13 +64,14 @@ class _TokenFeatures:
         features.hidden = rows[..., None, None].float()
         return logits, features, lengths
 
-    def verify(self, tokens):
-        logits, features = self.adapter.verify(tokens)
-        features.hidden = tokens[..., None, None].float()
-        return logits, features
+    def verify(self, tokens, *, parents=None, live=None):
+        self.tokens = tokens
+        return self.adapter.verify(tokens, parents=parents, live=live)
 
-    def commit(self, keep):
-        self.adapter.commit(keep)
+    def commit(self, path, keep):
+        features = self.adapter.commit(path, keep)
+        features.hidden = self.tokens[..., None, None].float()
+        return features
 
 
 @pytest.mark.parametrize("settings", [{}, {"label_layout": "anchor_first"}, {"block_size": 6}])
