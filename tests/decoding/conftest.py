@@ -1,6 +1,10 @@
 """Stand-ins for the two models of the loop: a target that is a table, and a proposer that follows a script."""
 
+import sys
 from collections.abc import Callable
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -218,3 +222,14 @@ def overfit_draft() -> Callable[..., None]:
 @pytest.fixture
 def plain_generate() -> Callable[..., list[int]]:
     return generate_plainly
+
+
+@pytest.fixture(scope="session")
+def enumeration() -> ModuleType:
+    """``enumeration.py``: exact laws of what builders, policies and verifiers give."""
+    spec = spec_from_file_location("enumeration", Path(__file__).parent / "enumeration.py")
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
