@@ -16,7 +16,7 @@ from dflash_lightning.decoding.proposer import NoDrafts, Proposer
 from dflash_lightning.decoding.sampling import Sampler, SamplingSpec
 from dflash_lightning.decoding.stats import DecodeStats
 from dflash_lightning.decoding.types import Generation
-from dflash_lightning.decoding.verify import MatchVerifier, TokenVerifier, Verifier
+from dflash_lightning.decoding.verifier import MatchVerifier, TokenVerifier, Verifier
 from dflash_lightning.model import DraftModel
 from dflash_lightning.ops.plain_mode import plain_mode
 from dflash_lightning.target import FrozenTarget, TargetAdapter
@@ -75,9 +75,9 @@ class SpeculativeDecoder:
                 None if draft is None else make_decoding_head(draft.head_of(target.lm), adapter.head, packed=packed)
             )
             self.proposer: Proposer = self._make_proposer()
-        judge: Verifier = TokenVerifier(sampler) if by_rejection else MatchVerifier(sampler)
-        builder: DraftBuilder = SampledChain(sampler, target.facts.vocab_size) if by_rejection else BestChain()
-        self.parts = DecodeParts(adapter, self.proposer, builder, judge)
+        judge: Verifier = TokenVerifier() if by_rejection else MatchVerifier()
+        builder: DraftBuilder = SampledChain() if by_rejection else BestChain()
+        self.parts = DecodeParts(adapter, self.proposer, builder, judge, sampler)
         check_compatible(self.parts)
 
     def _make_proposer(self) -> Proposer:
@@ -129,7 +129,7 @@ class SpeculativeDecoder:
     @property
     def repeatable(self) -> bool:
         """Whether outputs equal plain decoding's token for token; by rejection they are only distributed alike."""
-        return isinstance(self.parts.verifier, MatchVerifier) or self.parts.verifier.sampler.spec.greedy
+        return self.parts.verifier.repeatable or self.parts.sampler.spec.greedy
 
     def decode(
         self,

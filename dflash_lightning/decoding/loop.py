@@ -10,14 +10,15 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from dflash_lightning.decoding.builder import DraftBuilder
 from dflash_lightning.decoding.proposer import Proposer
+from dflash_lightning.decoding.sampling import Sampler
 from dflash_lightning.decoding.stats import DecodeStats, StageClock
 from dflash_lightning.decoding.types import Draft, Generation, Round, Verdict
-from dflash_lightning.decoding.verify import Verifier
+from dflash_lightning.decoding.verifier import Verifier
 from dflash_lightning.types import TargetFeatures
 
 # Called with (request id, new tokens, whether each was drafted) for the first token and after every round.
@@ -29,15 +30,22 @@ class CachedTarget(Protocol):
     """What the loop asks of a target: ``TargetAdapter`` is one.
 
     ``prefill`` returns the logits after each prompt, the features of its positions and the prompts' lengths. ``verify``
-    runs roots and drafts at the positions after what is committed and returns logits and features of each; ``commit``
-    keeps the first ``keep[b]`` of these and takes the rest back.
+    runs roots and drafts at the positions after what is committed and returns logits of each; ``commit`` keeps the
+    first ``keep[b]`` nodes of a path through them (null: all in order), takes the rest back and returns the path's
+    features.
     """
 
     def prefill(self, prompts: list[list[int]]) -> tuple[Float[Tensor, "B V"], TargetFeatures, Int[Tensor, " B"]]: ...
 
-    def verify(self, tokens: Int[Tensor, "B W"]) -> tuple[Float[Tensor, "B W V"], TargetFeatures]: ...
+    def verify(
+        self,
+        tokens: Int[Tensor, "B N"],
+        *,
+        parents: Int[Tensor, "B N"] | None = None,
+        live: Bool[Tensor, "B N"] | None = None,
+    ) -> Float[Tensor, "B N V"]: ...
 
-    def commit(self, keep: Int[Tensor, " B"]) -> None: ...
+    def commit(self, path: Int[Tensor, "B P"] | None, keep: Int[Tensor, " B"]) -> TargetFeatures: ...
 
 
 @dataclass(frozen=True)
@@ -48,6 +56,7 @@ class DecodeParts:
     proposer: Proposer
     builder: DraftBuilder
     verifier: Verifier
+    sampler: Sampler
 
 
 def check_compatible(parts: DecodeParts) -> None:
@@ -56,7 +65,7 @@ def check_compatible(parts: DecodeParts) -> None:
     Raises:
         ValueError: the drafts are not of a kind that the verifier judges losslessly.
     """
-    drawn, judged = parts.builder.drawn, parts.verifier.drawn
+    drawn, judged = parts.builder.drawn, parts.verifier.judges
     if parts.proposer.num_drafts and drawn not in judged:
         raise ValueError(
             f"decoding.verifier: {type(parts.verifier).__name__} judges {sorted(judged)} drafts, but "
@@ -88,7 +97,7 @@ def decode_batch(
     clock = StageClock(stats)
     logits, features, lengths = parts.target.prefill(list(prompts))
     ids = torch.tensor(list(requests), device=lengths.device)
-    roots = parts.verifier.sampler.choose(logits[:, None], ids, lengths[:, None])[:, 0]
+    roots = parts.sampler.choose(logits[:, None], ids, lengths[:, None])[:, 0]
     book.first(roots.tolist())
     parts.proposer.start(features, lengths)
     clock.ends("prefill")
@@ -96,15 +105,15 @@ def decode_batch(
     index = 0
     while any(book.live):
         where = Round(ids, lengths, index)
-        draft = parts.builder.build(roots, parts.proposer.propose(roots), where)
+        draft = parts.builder.build(roots, parts.proposer.propose(roots), where, parts.sampler)
         clock.ends("draft")
-        logits, features = parts.target.verify(draft.tokens)
-        verdict = parts.verifier.verify(draft, logits, where)
+        logits = parts.target.verify(draft.tokens, parents=draft.parents, live=draft.live)
+        verdict = parts.verifier.verify(draft, logits, where, parts.sampler)
         roots = verdict.following
         committed = _on_host(draft, verdict)  # the one wait for the device per round
         clock.ends("verify")
         keep = torch.tensor([len(tokens) * live for tokens, live in zip(committed, book.live, strict=True)])
-        parts.target.commit(keep)
+        features = parts.target.commit(verdict.path, keep)
         parts.proposer.ingest(features, keep)
         lengths = lengths + keep.to(lengths.device)
         clock.ends("commit")

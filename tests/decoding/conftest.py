@@ -13,7 +13,7 @@ from dflash_lightning.decoding.noise import Noise
 from dflash_lightning.decoding.proposer import NoDrafts, Proposer
 from dflash_lightning.decoding.sampling import Sampler, SamplingSpec
 from dflash_lightning.decoding.types import Scores
-from dflash_lightning.decoding.verify import MatchVerifier, TokenVerifier
+from dflash_lightning.decoding.verifier import MatchVerifier, TokenVerifier
 from dflash_lightning.drafter import BlockTransformer
 from dflash_lightning.head import MarginalHead
 from dflash_lightning.model import DraftModel, make_draft_config
@@ -45,18 +45,19 @@ class TableTarget:
         rows = torch.tensor([prompt + [-1] * (width - len(prompt)) for prompt in prompts])
         return torch.stack([self.next_logits(text) for text in self.texts]), _features(rows), self.lengths
 
-    def verify(self, tokens: torch.Tensor) -> tuple[torch.Tensor, TargetFeatures]:
+    def verify(self, tokens: torch.Tensor, *, parents: None = None, live: None = None) -> torch.Tensor:
         self.judged = tokens.tolist()
         logits = [
             torch.stack([self.next_logits(text + row[: k + 1]) for k in range(len(row))])
             for text, row in zip(self.texts, self.judged, strict=True)
         ]
-        return torch.stack(logits), _features(tokens)
+        return torch.stack(logits)
 
-    def commit(self, keep: torch.Tensor) -> None:
+    def commit(self, path: torch.Tensor | None, keep: torch.Tensor) -> TargetFeatures:
         self.commits.append(keep.tolist())
         for text, row, count in zip(self.texts, self.judged, keep.tolist(), strict=True):
             text += row[:count]
+        return _features(torch.tensor(self.judged))
 
 
 def _features(tokens: torch.Tensor) -> TargetFeatures:
@@ -103,19 +104,18 @@ def scripted_proposer() -> type[ScriptedProposer]:
 
 @pytest.fixture
 def make_parts() -> Callable[..., DecodeParts]:
-    """``make_parts(target, proposer=None, verifier="match", vocab_size=.., **sampling)`` for ``decode_batch``."""
+    """``make_parts(target, proposer=None, verifier="match", **sampling)`` for ``decode_batch``."""
 
     def make(
         target: object, proposer: Proposer | None = None, verifier: str = "match", **sampling: object
     ) -> DecodeParts:
-        vocab_size = int(sampling.pop("vocab_size", 0))
         spec = SamplingSpec(**sampling)
         sampler = Sampler(spec, Noise(spec.seed))
         if verifier == "token":
-            builder, judge = SampledChain(sampler, vocab_size), TokenVerifier(sampler)
+            builder, judge = SampledChain(), TokenVerifier()
         else:
-            builder, judge = BestChain(), MatchVerifier(sampler)
-        return DecodeParts(target, proposer if proposer is not None else NoDrafts(), builder, judge)
+            builder, judge = BestChain(), MatchVerifier()
+        return DecodeParts(target, proposer if proposer is not None else NoDrafts(), builder, judge, sampler)
 
     return make
 

@@ -28,10 +28,9 @@ def _drafts(decoder: SpeculativeDecoder, prompts: list[list[int]]) -> torch.Tens
         roots = torch.tensor([1] * len(prompts))
         for _ in range(2):  # a round after the prompts, and one after a round
             hidden.append(parts.proposer.propose(roots).logits)
-            _, features = parts.target.verify(roots[:, None].repeat(1, parts.proposer.num_drafts + 1))
+            parts.target.verify(roots[:, None].repeat(1, parts.proposer.num_drafts + 1))
             keep = torch.arange(1, len(prompts) + 1)
-            parts.target.commit(keep)
-            parts.proposer.ingest(features, keep)
+            parts.proposer.ingest(parts.target.commit(None, keep), keep)
     return torch.stack(hidden)
 
 

@@ -11,7 +11,7 @@ from dflash_lightning.decoding.decoder import resolve_verifier
 from dflash_lightning.decoding.loop import DecodeParts, decode_batch
 from dflash_lightning.decoding.noise import Noise
 from dflash_lightning.decoding.sampling import Sampler
-from dflash_lightning.decoding.verify import MatchVerifier
+from dflash_lightning.decoding.verifier import MatchVerifier
 from dflash_lightning.target import TargetAdapter
 from dflash_lightning.types import FeatureSpec
 
@@ -44,7 +44,7 @@ def test_every_family_writes_what_generate_writes_whatever_is_drafted(
     for first in range(0, 3, batch_size):
         sampler = Sampler(SamplingSpec(), Noise(0))
         adapter = _TokenFeatures(TargetAdapter(target, FeatureSpec((1,))))
-        parts = DecodeParts(adapter, scripted_proposer(4, make_drafts(first)), BestChain(), MatchVerifier(sampler))
+        parts = DecodeParts(adapter, scripted_proposer(4, make_drafts(first)), BestChain(), MatchVerifier(), sampler)
         prompts, ids = PROMPTS[first : first + batch_size], list(range(batch_size))
         found = decode_batch(parts, prompts, ids, max_new_tokens=MAX_NEW, stop_ids=(), stats=stats)
         assert [g.output_ids for g in found] == expected[first : first + batch_size]
@@ -64,13 +64,14 @@ class _TokenFeatures:
         features.hidden = rows[..., None, None].float()
         return logits, features, lengths
 
-    def verify(self, tokens):
-        logits, features = self.adapter.verify(tokens)
-        features.hidden = tokens[..., None, None].float()
-        return logits, features
+    def verify(self, tokens, *, parents=None, live=None):
+        self.tokens = tokens
+        return self.adapter.verify(tokens, parents=parents, live=live)
 
-    def commit(self, keep):
-        self.adapter.commit(keep)
+    def commit(self, path, keep):
+        features = self.adapter.commit(path, keep)
+        features.hidden = self.tokens[..., None, None].float()
+        return features
 
 
 @pytest.mark.parametrize("settings", [{}, {"label_layout": "anchor_first"}, {"block_size": 6}])

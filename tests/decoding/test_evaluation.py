@@ -14,7 +14,7 @@ from dflash_lightning.decoding.evaluation import Evaluator
 from dflash_lightning.decoding.interval import difference_interval, pooled_tau, tau_interval
 from dflash_lightning.decoding.stats import DecodeStats
 from dflash_lightning.decoding.types import Generation
-from dflash_lightning.decoding.verify import MatchVerifier
+from dflash_lightning.decoding.verifier import MatchVerifier
 from dflash_lightning.decoding.watch import Watch
 from dflash_lightning.progress import Progress
 from dflash_lightning.target import FrozenTarget
@@ -99,8 +99,8 @@ def test_a_verifier_that_lets_wrong_drafts_stand_is_found_in_bfloat16(
     verify, draft = MatchVerifier.verify, make_draft(target)
     assert not Evaluator(target, draft, PROMPTS, SETTINGS, num_checked=3)().broken
 
-    def lenient(self, drafted, logits, where):
-        verdict = verify(self, drafted, logits, where)
+    def lenient(self, drafted, logits, where, sampler):
+        verdict = verify(self, drafted, logits, where, sampler)
         wrong = (verdict.accepted == 0) & (drafted.tokens.shape[1] > 1)
         verdict.following = torch.where(wrong, (verdict.following + 1) % 200, verdict.following)
         return verdict

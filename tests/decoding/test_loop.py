@@ -151,7 +151,7 @@ def test_argmax_drafts_are_refused_for_rejection(table_target, scripted_proposer
 
     proposer = scripted_proposer(1, lambda b, prefix, r: [0])
     delta = make_parts(table_target(follow([1])), proposer)
-    token = make_parts(table_target(follow([1])), proposer, verifier="token", vocab_size=VOCAB)
+    token = make_parts(table_target(follow([1])), proposer, verifier="token")
     check_compatible(delta)
     check_compatible(token)
     check_compatible(
