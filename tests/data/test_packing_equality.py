@@ -15,7 +15,6 @@ from dflash_lightning.block import Anchored
 from dflash_lightning.data import DraftData
 from dflash_lightning.loss import CrossEntropy
 from dflash_lightning.model import DraftModel
-from dflash_lightning.ops.lm_head import HeadOutput
 from dflash_lightning.target import FrozenTarget
 from dflash_lightning.types import StepContext, TrainBatch
 
@@ -63,7 +62,7 @@ def losses(target: FrozenTarget, draft: DraftModel, batch: TrainBatch) -> dict[i
             mine[row] = layout.keep[row] & (layout.context_start[row] == start)
             kept = layout.valid
             layout.valid = kept & mine[..., None]
-            out = HeadOutput(draft.views(hidden, layout, lm))
+            out = draft.outputs(hidden, layout, lm)
             found[sample] = float(term.numerator(out, layout, None, StepContext(0, 1, 0)))
             layout.valid = kept
     return found

@@ -10,7 +10,6 @@ from dflash_lightning.export import export
 from dflash_lightning.loss import CrossEntropy
 from dflash_lightning.model import load_draft
 from dflash_lightning.model.files import file_names
-from dflash_lightning.ops.lm_head import HeadOutput
 from dflash_lightning.types import Document, FeatureSpec, StepContext
 
 pytestmark = pytest.mark.parity
@@ -72,7 +71,7 @@ def test_same_weights_and_anchors_give_specforges_loss_and_gradients(name, ours,
     features = target.features(document.input_ids[None], positions, draft.required())
     draft.train().zero_grad()
     hidden = draft.block_hidden(target.embed(layout.input_ids), layout, features, positions)
-    out, term = HeadOutput(draft.views(hidden, layout, target.lm)), CrossEntropy(decay=decay)
+    out, term = draft.outputs(hidden, layout, target.lm), CrossEntropy(decay=decay)
     loss = term.numerator(out, layout, None, StepContext(0, 1, 0)) / term.denominator(count_slots(layout))
     assert loss.item() == pytest.approx(answer["loss"], rel=1e-5)
     loss.backward()
