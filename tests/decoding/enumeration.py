@@ -221,7 +221,7 @@ def p2(length: int = 4) -> Table:
     return Table(lambda text: P2_ALWAYS, 2, length)
 
 
-def long_memory(length: int = 4, seed: int = 0) -> Table:
+def long_memory(length: int = 4, seed: int = 0, scale: float = 2.0) -> Table:
     """A target whose law depends on every token before."""
     generator = torch.Generator().manual_seed(seed)
-    return Table(lambda text: (2 * torch.randn(3, generator=generator)).softmax(-1).tolist(), 3, length)
+    return Table(lambda text: (scale * torch.randn(3, generator=generator)).softmax(-1).tolist(), 3, length)
