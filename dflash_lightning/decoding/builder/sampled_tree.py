@@ -89,7 +89,7 @@ class SampledTree(DraftBuilder):
         return best_first(values.log(), budget), values.shape[-1]
 
 
-def everywhere(possible: Bool[Tensor, "B N-1"], parents: Int[Tensor, "B N"]) -> Bool[Tensor, "B N"]:
+def everywhere(possible: Bool[Tensor, "B n"], parents: Int[Tensor, "B N"]) -> Bool[Tensor, "B N"]:
     """Which nodes hold a token that could be drawn, as all above them: a law of two tokens fills two children only."""
     return along_paths(torch.cat([torch.ones_like(possible[:, :1]), possible], dim=1), parents)
 
