@@ -8,8 +8,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from dflash_lightning.decoding.types import Scores
-from dflash_lightning.types import FeatureSpec, TargetFeatures
+from dflash_lightning.types import FeatureSpec, Scores, TargetFeatures
 
 
 class Proposer(ABC):

@@ -11,6 +11,9 @@ from torch import Tensor
 
 from dflash_lightning.decoding.law import Law
 from dflash_lightning.decoding.repetition import repeats_itself
+from dflash_lightning.types import Scores
+
+__all__ = ["Draft", "Drawn", "Generation", "Round", "Scores", "Verdict"]
 
 Drawn = Literal["delta", "noise", "sampled"]
 
@@ -22,17 +25,6 @@ class Round:
     requests: Int[Tensor, " B"]
     positions: Int[Tensor, " B"]
     index: int
-
-
-@dataclass
-class Scores:
-    """What a proposer thinks of the ``D`` tokens after the root.
-
-    ``logits`` have one column per token id, or per entry of ``ids`` where the draft vocabulary is reduced.
-    """
-
-    logits: Float[Tensor, "B D v"]
-    ids: Int[Tensor, " v"] | None = None
 
 
 @dataclass
