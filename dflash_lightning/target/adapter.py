@@ -34,22 +34,22 @@ class TargetAdapter:
     it. Plain decoding is ``verify`` with one column. Greedy decoding equals ``transformers.generate`` token for token
     in fp32.
 
-    ``packed`` decodes with weights laid out anew for the CPU (a copy: the target's own stay as they are). The two
-    differ in the last bits, so compare only decoders that pack alike.
+    ``prepacked`` decodes with weights laid out anew for the CPU (a copy: the target's own stay as they are). The two
+    differ in the last bits, so compare only decoders that prepack alike.
 
     ``max_batch`` null: a batch may hold any number of sequences.
     """
 
     max_batch: int | None = None
 
-    def __init__(self, target: FrozenTarget, spec: FeatureSpec, *, packed: bool = True) -> None:
+    def __init__(self, target: FrozenTarget, spec: FeatureSpec, *, prepacked: bool = True) -> None:
         self.target = target
         self.facts = target.facts
         self.spec = spec
         self.lm = target.lm
-        anatomy = _decoding_copy(target, packed=packed)
+        anatomy = _decoding_copy(target, prepacked=prepacked)
         head = target.model.get_output_embeddings()
-        self.head: nn.Module = pack_linears(head) if packed else head
+        self.head: nn.Module = pack_linears(head) if prepacked else head
         self._config: Any = anatomy.decoder.config
         self._trunk = Trunk(anatomy, FeatureSpec(spec.layer_ids, last_hidden=True))
         self._cache = RowCache(target.facts.num_layers)
@@ -217,10 +217,10 @@ class TargetAdapter:
         check_room(lengths, self.facts.max_positions, self.facts.name, max_new_tokens=0)
 
 
-def _decoding_copy(target: FrozenTarget, *, packed: bool) -> Anatomy:
+def _decoding_copy(target: FrozenTarget, *, prepacked: bool) -> Anatomy:
     """A copy of the target's decoder that shares its weights and has the attention that decoding needs."""
     anatomy, config = target.anatomy, target.model.config
-    decoder = pack_linears(anatomy.decoder) if packed else copy_tree(anatomy.decoder, lambda module: None)
+    decoder = pack_linears(anatomy.decoder) if prepacked else copy_tree(anatomy.decoder, lambda module: None)
     decoding_config = copy.copy(config)
     decoding_config._attn_implementation = _decoding_attention(target)
     for module in decoder.modules():
