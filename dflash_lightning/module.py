@@ -200,7 +200,7 @@ class DraftModule(LightningModule):
         hidden = self.draft_model.block_hidden(
             self.target.embed(layout.input_ids), layout, features, batch.position_ids
         )
-        return self.draft_model.views(hidden, layout, self._lm), features
+        return self.draft_model.outputs(hidden, layout, self._lm).views, features
 
     def loss_shares(
         self,

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from dflash_lightning.decoding.compiled import CANNOT_COMPILE, GraphCounter, warn_uncompiled
 from dflash_lightning.decoding.head import DecodingHead
 from dflash_lightning.decoding.proposer import Proposer
-from dflash_lightning.decoding.types import Round, Scores, Verdict
+from dflash_lightning.decoding.types import Round, Verdict
 from dflash_lightning.model import DraftModel
 from dflash_lightning.ops.row_product import RowProduct, can_multiply
 from dflash_lightning.ops.shallow_copy import copy_tree
 from dflash_lightning.target import FrozenTarget
-from dflash_lightning.types import FeatureSpec, TargetFeatures
+from dflash_lightning.types import FeatureSpec, Scores, TargetFeatures
 
 PROMPT_ROWS = 64
 # What compiling costs, and what it saves at most: a graph cannot be quicker than nothing. Measured: 11 s with a warm
@@ -59,6 +59,7 @@ class DraftProposer(Proposer):
         self.lm = head
         self.block_size = draft.config.block_size if block_size is None else block_size
         self.num_drafts = num_drafts(draft, block_size)
+        self.signals = draft.head.signals
         self.graphs = GraphCounter()
         self.compiled = compile
         self.weights = _decode_copy(draft, target)
@@ -96,9 +97,10 @@ class DraftProposer(Proposer):
         return copied
 
     def refresh(self) -> None:
-        """Copy the weights of the drafter as it is now."""
-        for mine, theirs in zip(self.weights.parameters(), self.source.parameters(), strict=True):
-            mine.copy_(theirs)
+        """Copy the drafter as it is now: its weights, and what it keeps beside them (statistics, temperatures)."""
+        theirs = self.source.state_dict()
+        for name, mine in self.weights.state_dict().items():
+            mine.copy_(theirs[name])
         for linear, product in self.products.items():
             product.refresh(linear.weight)
 
@@ -165,7 +167,7 @@ class DraftProposer(Proposer):
         assert self._step is not None, "warm_up comes before decoding"
         self.slots[: len(roots), 0].copy_(self.target.embed(roots))
         hidden = self._step(self.slots, self.round_rows, self.keep)[: len(roots)]
-        return Scores(self.model.head.logits(hidden, self.lm), self.lm.ids)
+        return self.model.open(hidden, roots, self.lm)
 
     def ingest(self, features: TargetFeatures, keep: Int[Tensor, " B"], verdict: Verdict) -> None:
         self._load(self.round_rows, features.select(self.required().layer_ids), keep)
@@ -195,9 +197,8 @@ def num_drafts(draft: DraftModel, block_size: int | None) -> int:
 
 
 def _decode_copy(draft: DraftModel, target: FrozenTarget) -> DraftModel:
-    """``draft`` in the target's dtype and on its device, without gradients; its one buffer holds token ids."""
+    """``draft`` in the target's dtype and on its device, without gradients; buffers of token ids stay whole numbers."""
     model = copy.deepcopy(draft).eval().requires_grad_(False)
-    model.to(device=target.device)
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(target.dtype)
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data = tensor.data.to(target.device, target.dtype if tensor.is_floating_point() else tensor.dtype)
     return model

@@ -8,8 +8,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from dflash_lightning.decoding.types import Round, Scores, Verdict
-from dflash_lightning.types import FeatureSpec, TargetFeatures
+from dflash_lightning.decoding.types import Round, Verdict
+from dflash_lightning.types import FeatureSpec, Scores, TargetFeatures
 
 
 class Proposer(ABC):

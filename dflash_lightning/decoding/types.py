@@ -11,6 +11,9 @@ from torch import Tensor
 
 from dflash_lightning.decoding.law import Law
 from dflash_lightning.decoding.repetition import repeats_itself
+from dflash_lightning.types import Scores
+
+__all__ = ["Draft", "Drawn", "Generation", "Round", "Scores", "Verdict"]
 
 Drawn = Literal["delta", "noise", "sampled"]
 
@@ -22,19 +25,6 @@ class Round:
     requests: Int[Tensor, " B"]
     positions: Int[Tensor, " B"]
     index: int
-
-
-@dataclass
-class Scores:
-    """What a proposer thinks of the ``D`` tokens after the root.
-
-    ``logits`` have one column per token id, or per entry of ``ids`` where the draft vocabulary is reduced.
-    ``signals`` are what the head says besides, for policies to read: per slot ``[B, D]`` or per row ``[B]``.
-    """
-
-    logits: Float[Tensor, "B D v"]
-    ids: Int[Tensor, " v"] | None = None
-    signals: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass
@@ -80,7 +70,7 @@ class Draft:
             return self
         law = self.law
         if law is not None and self.parents is None and self.law_row is None:
-            law = Law(law.mass[:, : num_nodes - 1], None if law.ids is None else law.ids[:, : num_nodes - 1])
+            law = law.at((slice(None), slice(num_nodes - 1)))
         return replace(
             self,
             tokens=self.tokens[:, :num_nodes],

@@ -151,7 +151,9 @@ def _first_block(
         cache = model.make_cache(batch_size=1, max_length=length, chunk_rows=length)
         keep = torch.tensor([length], device=target.device)
         hidden = model.draft_hidden(target.embed(slots), features.hidden.to(model.dtype), keep, cache)
-        logits = model.head.logits(hidden[:, alignment.first_slot :], lm)[0].float().cpu()
+        scores = model.open(hidden[:, alignment.first_slot :], torch.tensor([anchor], device=target.device), lm)
+    assert scores.step is None, "an export holds heads that draft every slot on its own"
+    logits = scores.logits[0].float().cpu()
     ids = torch.arange(logits.shape[-1]) if lm.ids is None else lm.ids.cpu()
     return logits, ids
 

@@ -20,6 +20,7 @@ from dflash_lightning.target.families import VERIFIED_FAMILIES, Anatomy, causal_
 from dflash_lightning.target.frozen import FrozenTarget
 from dflash_lightning.target.masks import ragged_mask, tree_mask
 from dflash_lightning.target.room import check_room
+from dflash_lightning.target.tree_check import PROBE_POSITIONS, tree_error
 from dflash_lightning.target.trunk import Trunk
 from dflash_lightning.types import FeatureSpec, TargetFeatures
 
@@ -166,14 +167,31 @@ class TargetAdapter:
         """
         if self._trees_checked:
             return
-        facts = self.facts
-        if (reason := tree_fault(self._config)) is not None:
+        self._trees_checked = True  # before the trial, which verifies a tree
+        if (reason := tree_fault(self._config) or self._tree_trial()) is not None:
+            self._trees_checked = False
             raise ValueError(
-                f"target: {facts.name} is of family {facts.model_type!r}, which cannot judge token trees: {reason}. "
-                "Use a builder of chains (decoding.builder), or a target of a verified family: "
+                f"target: {self.facts.name} is of family {self.facts.model_type!r}, which cannot judge token trees: "
+                f"{reason}. Use a builder of chains (decoding.builder), or a target of a verified family: "
                 f"{', '.join(VERIFIED_FAMILIES)}."
             )
-        self._trees_checked = True
+
+    def _tree_trial(self) -> str | None:
+        """What is wrong with the logits of a small tree; null when nothing is, and for families that are verified."""
+        if self.facts.model_type in VERIFIED_FAMILIES or self.facts.max_positions < PROBE_POSITIONS:
+            return None
+        held = self._cache, self._lengths, self._verified
+        self.reset()
+        try:
+            error = tree_error(self, self.target)
+        finally:
+            self._cache, self._lengths, self._verified = held
+        if error <= self.target.tolerance:
+            return None
+        return (
+            f"the logits of a tree are not those of plain forwards over its paths (relative difference {error:.1e}, "
+            f"allowed {self.target.tolerance:.0e})"
+        )
 
     def _forward(
         self, ids: Int[Tensor, "B W"], lengths: list[int], parents: Int[Tensor, "B W"] | None = None

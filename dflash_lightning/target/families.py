@@ -137,6 +137,8 @@ def find_anatomy(model: PreTrainedModel, source: str) -> Anatomy:
         ValueError: the model has no such structure or its decoder takes no ``position_ids``.
     """
     decoder = model.get_decoder()
+    if decoder is model:  # transformers looks for it under a name that the family does not use (Llama 4)
+        decoder = getattr(model, "model", model)
     children = dict(decoder.named_children())
     num_layers = model.config.num_hidden_layers
     lists = [

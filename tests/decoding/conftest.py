@@ -1,6 +1,10 @@
 """Stand-ins for the two models of the loop: a target that is a table, and a proposer that follows a script."""
 
+import sys
 from collections.abc import Callable
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -183,7 +187,7 @@ def overfit(
     for _ in range(steps):
         for layout, features, positions in batches:
             hidden = draft.block_hidden(target.embed(layout.input_ids), layout, features, positions)
-            (log_prob,) = draft.views(hidden, layout, lm)["main"].scalars(LabelLogProb(layout.labels))
+            (log_prob,) = draft.outputs(hidden, layout, lm).views["main"].scalars(LabelLogProb(layout.labels))
             loss = -torch.where(layout.valid, log_prob, 0.0).sum() / layout.valid.sum()
             optimizer.zero_grad()
             loss.backward()
@@ -218,3 +222,14 @@ def overfit_draft() -> Callable[..., None]:
 @pytest.fixture
 def plain_generate() -> Callable[..., list[int]]:
     return generate_plainly
+
+
+@pytest.fixture(scope="session")
+def enumeration() -> ModuleType:
+    """``enumeration.py``: exact laws of what builders, policies and verifiers give."""
+    spec = spec_from_file_location("enumeration", Path(__file__).parent / "enumeration.py")
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module

@@ -14,7 +14,7 @@ from dflash_lightning.decoding.evaluation import Evaluator
 from dflash_lightning.decoding.interval import difference_interval, pooled_tau, tau_interval
 from dflash_lightning.decoding.stats import DecodeStats
 from dflash_lightning.decoding.types import Generation
-from dflash_lightning.decoding.verifier import MatchVerifier, TokenVerifier
+from dflash_lightning.decoding.verifier import MatchVerifier, RejectionVerifier
 from dflash_lightning.decoding.watch import Watch
 from dflash_lightning.progress import Progress
 from dflash_lightning.target import FrozenTarget
@@ -154,7 +154,7 @@ def test_settings_that_cannot_decode_are_refused_when_they_are_made(settings, me
 
 
 def test_parts_without_settings_are_written_by_their_name() -> None:
-    assert isinstance(DecodingSettings(verifier="token").verifier, TokenVerifier)
+    assert isinstance(DecodingSettings(verifier="token").verifier, RejectionVerifier)
     assert DecodingSettings(temperature=1.0, verifier="match").summary()["verifier"] == {
         "_target_": "dflash_lightning.decoding.verifier.match.MatchVerifier"
     }

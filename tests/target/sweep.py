@@ -28,6 +28,8 @@ LAYERS = 4
 TOLERANCE = 1e-4  # relative to the largest value
 NEW_TOKENS = 12
 LENGTHS = (11, 30)  # one within and one past the windows of 8
+TREE_LENGTHS = ((11, 30, 5), (17, 17), (30,))  # ragged, equal, one
+TREE_NODES = 9
 MOST_PARAMETERS = 3e7
 # Whatever of this a family's configuration has is set; experts route, windows end, latent attention is narrow.
 _SIZES: dict[str, Any] = {
@@ -114,7 +116,7 @@ def judge(family: str) -> Outcome:
         check_decoding(target)
     except ValueError as error:
         return Outcome("refused", f"self-check: {str(error).removeprefix('target: ').split('. ')[0]}")
-    faults = [*embedding_faults(target), *feature_faults(target), *decoding_faults(target)]
+    faults = [*embedding_faults(target), *feature_faults(target), *decoding_faults(target), *tree_faults(target)]
     return Outcome("wrong", "; ".join(faults)) if faults else Outcome("ok", "")
 
 
@@ -202,6 +204,71 @@ def decoding_faults(target: FrozenTarget) -> list[str]:
     if [decode([prompt])[0] for prompt in prompts] != expected:
         faults.append("single prompts are decoded otherwise than by generate")
     return faults
+
+
+def tree_faults(target: FrozenTarget) -> list[str]:
+    """Random trees, and a chain after one path of each, against plain forwards; in a ragged batch, an equal one, alone.
+
+    Nothing where the family's trees are refused.
+    """
+    adapter = TargetAdapter(target, FeatureSpec(tuple(range(target.facts.num_layers))), prepacked=False)
+    if not adapter.trees:
+        return []
+    adapter.check_trees()
+    return [fault for lengths in TREE_LENGTHS for fault in _tree_faults(adapter, target, lengths)]
+
+
+def _tree_faults(adapter: TargetAdapter, target: FrozenTarget, lengths: tuple[int, ...]) -> list[str]:
+    generator = torch.Generator().manual_seed(len(lengths))
+    prompts = [torch.randint(5, 260, (length,), generator=generator).tolist() for length in lengths]
+    tokens = torch.randint(5, 260, (len(lengths), TREE_NODES), generator=generator)
+    parents = random_parents(len(lengths), TREE_NODES, generator)
+    adapter.prefill(prompts)
+    found = adapter.verify(tokens, parents=parents)
+    errors = {"trees": 0.0, "chains after a path": 0.0, "features of a path": 0.0}
+    ways = []
+    for b, prompt in enumerate(prompts):
+        ways.append([way_to(node, parents[b].tolist()) for node in range(TREE_NODES)])
+        expected = plain_logits(target, [prompt + tokens[b, way].tolist() for way in ways[b]])
+        errors["trees"] = max(errors["trees"], *map(relative, found[b], [rows[-1] for rows in expected]))
+    chosen = [row[-1] for row in ways]  # the last node's
+    width = max(map(len, chosen))
+    path = torch.tensor([way + [0] * (width - len(way)) for way in chosen])
+    features = adapter.commit(path, torch.tensor([len(way) for way in chosen]))
+    chain = torch.randint(5, 260, (len(lengths), 3), generator=generator)
+    found = adapter.verify(chain)
+    texts = [prompt + tokens[b, chosen[b]].tolist() + chain[b].tolist() for b, prompt in enumerate(prompts)]
+    fresh = TargetAdapter(target, adapter.spec, prepacked=False)
+    for b, text in enumerate(texts):
+        expected, begin = plain_logits(target, [text])[0][-3:], len(prompts[b])
+        errors["chains after a path"] = max(errors["chains after a path"], relative(found[b], expected))
+        whole, count = fresh.prefill([text])[1].hidden[0], len(chosen[b])
+        error = relative(features.hidden[b, :count], whole[begin : begin + count])
+        errors["features of a path"] = max(errors["features of a path"], error)
+    return [f"{kind} at {lengths} differ by {error:.1e}" for kind, error in errors.items() if not error < TOLERANCE]
+
+
+def random_parents(batch: int, nodes: int, generator: torch.Generator) -> Tensor:
+    """Any node before a node may be its parent."""
+    draws = [[0, *(int(torch.randint(0, n, (1,), generator=generator)) for n in range(1, nodes))] for _ in range(batch)]
+    return torch.tensor(draws)
+
+
+def way_to(node: int, parents: list[int]) -> list[int]:
+    """The nodes from the root to ``node``."""
+    return [*way_to(parents[node], parents), node] if node else [0]
+
+
+@torch.no_grad()
+def plain_logits(target: FrozenTarget, texts: list[list[int]]) -> list[Tensor]:
+    """The intact model's logits at every token of every text, in one forward padded on the right."""
+    longest = max(map(len, texts))
+    logits = target.model(torch.tensor([text + [5] * (longest - len(text)) for text in texts]), use_cache=False).logits
+    return [rows[: len(text)] for rows, text in zip(logits, texts, strict=True)]
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).abs().max() / expected.abs().max())
 
 
 def _rows() -> list[Tensor]:

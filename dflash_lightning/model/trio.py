@@ -1,0 +1,49 @@
+"""What programs outside of this package compute: one trio of parts. Whatever else a drafter is made of is refused."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+from dflash_lightning.component import Component
+from dflash_lightning.conditioning import Conditioning
+from dflash_lightning.draft_config import DraftConfig
+from dflash_lightning.drafter import Drafter
+from dflash_lightning.head import DraftHead
+
+AXES: dict[str, type[Component]] = {"conditioning": Conditioning, "drafter": Drafter, "head": DraftHead}
+KNOWN_ELSEWHERE = {"conditioning": "kv_injection", "drafter": "block_transformer", "head": "marginal"}
+# Settings of these parts that may have any value, because what follows from them is written into fields of
+# ``DraftConfig`` of another name, or into the weights. A field of the same name needs no line here.
+_WRITTEN_OUT = {
+    "conditioning": {"num_features"},
+    "drafter": {"num_layers", "num_heads", "num_kv_heads", "init_from_target", "qk_norm_gain", "init_std"},
+    "head": set[str](),
+}
+
+
+def unknown_elsewhere(config: DraftConfig) -> dict[str, str]:
+    """The parts of a drafter that other programs would replace by their own, by axis; empty where there are none.
+
+    A part of another name is one, and so is a known part with a setting that neither the configuration's fields nor
+    the weights show, unless that setting has its default: ``{"head": "other", "drafter": "block_transformer(x=1)"}``.
+    """
+    found = {}
+    for axis, known in KNOWN_ELSEWHERE.items():
+        part = config.components.get(axis, {})
+        name = str(part.get("name"))
+        changed = ", ".join(_changed(axis, name, part.get("settings") or {}, config)) if name == known else ""
+        if name != known or changed:
+            found[axis] = f"{name}({changed})" if changed else name
+    return found
+
+
+def _changed(axis: str, name: str, settings: dict[str, Any], config: DraftConfig) -> Iterator[str]:
+    fields = inspect.signature(type(config).__init__).parameters
+    defaults = inspect.signature(AXES[axis].registry[name].__init__).parameters
+    for setting, value in settings.items():
+        if setting in _WRITTEN_OUT[axis] or setting in fields:
+            continue
+        if setting not in defaults or value != defaults[setting].default:
+            yield f"{setting}={value!r}"
