@@ -254,7 +254,7 @@ def test_a_speed_is_of_two_times_taken_in_turns(make_target, make_draft, monkeyp
     heard.clear()
     again = evaluator()  # the third prompt's plain answer is kept
     assert heard == [("drafted", 0), ("plain", 0), ("drafted", 1), ("plain", 1), ("drafted", 2)]
-    assert (first.num_checked, again.num_checked) == (3, 3) and first.lossless and again.lossless
+    assert (first.stats.compared, again.stats.compared) == (3, 3) and first.lossless and again.lossless
     assert again.checked.requests == again.plain.requests == 2 and again.stats.requests == 3
     assert again.outputs == first.outputs
 
