@@ -28,6 +28,7 @@ class KVInjection(Conditioning):
     """
 
     name = "kv_injection"
+    initial = frozenset({"num_features"})
 
     def __init__(
         self,

@@ -14,12 +14,11 @@ from dflash_lightning.head import DraftHead
 
 AXES: dict[str, type[Component]] = {"conditioning": Conditioning, "drafter": Drafter, "head": DraftHead}
 KNOWN_ELSEWHERE = {"conditioning": "kv_injection", "drafter": "block_transformer", "head": "marginal"}
-# Settings of these parts that may have any value, because what follows from them is written into fields of
-# ``DraftConfig`` of another name, or into the weights. A field of the same name needs no line here.
-_WRITTEN_OUT = {
-    "conditioning": {"num_features"},
-    "drafter": {"num_layers", "num_heads", "num_kv_heads", "init_from_target", "qk_norm_gain", "init_std"},
-    "head": set[str](),
+# Settings that ``DraftConfig`` has as fields of another name.
+FIELD_OF = {
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "num_layers": "num_hidden_layers",
 }
 
 
@@ -40,10 +39,10 @@ def unknown_elsewhere(config: DraftConfig) -> dict[str, str]:
 
 
 def _changed(axis: str, name: str, settings: dict[str, Any], config: DraftConfig) -> Iterator[str]:
-    fields = inspect.signature(type(config).__init__).parameters
-    defaults = inspect.signature(AXES[axis].registry[name].__init__).parameters
+    part = AXES[axis].registry[name]
+    fields, defaults = (inspect.signature(made.__init__).parameters for made in (type(config), part))
     for setting, value in settings.items():
-        if setting in _WRITTEN_OUT[axis] or setting in fields:
+        if setting in part.initial or FIELD_OF.get(setting, setting) in fields:
             continue
         if setting not in defaults or value != defaults[setting].default:
             yield f"{setting}={value!r}"

@@ -209,12 +209,11 @@ def decoding_faults(target: FrozenTarget) -> list[str]:
 def tree_faults(target: FrozenTarget) -> list[str]:
     """Random trees, and a chain after one path of each, against plain forwards; in a ragged batch, an equal one, alone.
 
-    Nothing where the family's trees are refused.
+    A family that fails the trial at start has its trees refused, which is no fault: see ``tree_check``.
     """
     adapter = TargetAdapter(target, FeatureSpec(tuple(range(target.facts.num_layers))), prepacked=False)
     if not adapter.trees:
         return []
-    adapter.check_trees()
     return [fault for lengths in TREE_LENGTHS for fault in _tree_faults(adapter, target, lengths)]
 
 
