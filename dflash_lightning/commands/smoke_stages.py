@@ -152,7 +152,7 @@ class Trial:
 
     def _resume(self, cfg: DictConfig, draft: DraftModel) -> None:
         parts = build_recipe(cfg)
-        parts.trainer.fit(parts.module, datamodule=parts.data, ckpt_path=str(self._checkpoint(CUT)))
+        parts.trainer.fit(parts.module, datamodule=parts.data, ckpt_path=self._checkpoint(CUT), weights_only=True)
         if parts.trainer.global_step != STEPS:
             raise StageFailed(f"resumed at step {CUT}, the run ended at {parts.trainer.global_step}, not at {STEPS}")
         _check_equal(draft, parts.module.draft_model, f"the drafter of the run that was resumed at step {CUT}")
@@ -203,9 +203,7 @@ def _drafts(
     target: FrozenTarget, draft: DraftModel, settings: DecodingSettings, prompts: list[list[int]]
 ) -> list[list[list[int]]]:
     """What the builder proposes in every round of decoding ``prompts``."""
-    decoder = settings.make_decoder(
-        target, draft, longest_prompt=max(map(len, prompts)), compile=False, shown=False
-    )
+    decoder = settings.make_decoder(target, draft, longest_prompt=max(map(len, prompts)), compile=False, shown=False)
     seen: list[list[list[int]]] = []
     builder: Any = decoder.parts.builder
     build = builder.build
