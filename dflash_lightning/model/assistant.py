@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from dflash_lightning.draft_config import DraftConfig
+from dflash_lightning.model.trio import KNOWN_ELSEWHERE, unknown_elsewhere
 from dflash_lightning.ops.context import ContextProjection, ContextState, KVSource
 
 
@@ -41,11 +42,19 @@ class AssistantContext(ContextState):
 def check_assistant(config: DraftConfig) -> None:
     """Refuse what transformers' generator cannot run right.
 
-    It draws drafts from the target's full language head, and hands the last layer's output over after the final norm.
+    It draws drafts from the target's full language head, slot by slot, and hands the last layer's output over after
+    the final norm.
 
     Raises:
-        ValueError: the drafter was trained for a part of the vocabulary only, or reads the target's last layer.
+        ValueError: the drafter has parts that the generator does not run (it would draft from the marginals of any
+            head, losslessly and badly), was trained for a part of the vocabulary only, or reads the target's last
+            layer.
     """
+    if lacking := unknown_elsewhere(config):
+        raise ValueError(
+            f"assistant_model: generate() has no {lacking}, only {KNOWN_ELSEWHERE}, and would draft as if it were "
+            "those. Decode with `dflash generate`."
+        )
     if config.draft_vocab_size is not None:
         raise ValueError(
             f"assistant_model: this drafter knows {config.draft_vocab_size} of {config.vocab_size} tokens, and "

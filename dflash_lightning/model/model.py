@@ -16,21 +16,22 @@ from transformers.modeling_outputs import BaseModelOutput
 from dflash_lightning.conditioning import Conditioning
 from dflash_lightning.draft_config import DraftConfig
 from dflash_lightning.drafter import Drafter
-from dflash_lightning.head import DraftHead
+from dflash_lightning.head import DraftHead, HeadOutput
 from dflash_lightning.model.assistant import AssistantContext, check_assistant, visible_context_rows
 from dflash_lightning.model.config import check_config
 from dflash_lightning.model.files import file_names, load_draft_weights, without_progress_bars, write_folder
 from dflash_lightning.ops.context import DraftCache
-from dflash_lightning.ops.lm_head import LanguageHead, View
-from dflash_lightning.types import Alignment, BlockLayout, FeatureSpec, TargetFeatures
+from dflash_lightning.ops.lm_head import LanguageHead
+from dflash_lightning.types import Alignment, BlockLayout, FeatureSpec, Scores, TargetFeatures
 
 
 class DraftModel(PreTrainedModel):
     """Everything of a drafter that is trained; the embedding and the language head stay the target's.
 
-    ``block_hidden`` and ``views`` serve training, ``make_cache`` and ``draft_hidden`` serve decoding; both run the same
-    layers. ``draft_vocab`` (sorted token ids) exists iff the config has a reduced vocabulary, and is filled by whoever
-    makes the drafter. Saved tensors carry z-lab's names: for KV injection and ``block_transformer`` with 5 layers, 58.
+    ``block_hidden`` and ``outputs`` serve training; ``make_cache``, ``draft_hidden`` and ``open`` serve decoding. Both
+    run the same layers. ``draft_vocab`` (sorted token ids) exists iff the config has a reduced vocabulary, and is
+    filled by whoever makes the drafter. Saved tensors carry z-lab's names: for KV injection and ``block_transformer``
+    with 5 layers, 58.
     """
 
     config: DraftConfig
@@ -80,9 +81,9 @@ class DraftModel(PreTrainedModel):
         context = self.conditioning.prepare(features, position_ids, layout)
         return self.drafter(context.slot_inputs(embeddings.to(self.dtype), layout), layout, context)
 
-    def views(self, hidden: Float[Tensor, "B N K H"], layout: BlockLayout, lm: LanguageHead) -> dict[str, View]:
+    def outputs(self, hidden: Float[Tensor, "B N K H"], layout: BlockLayout, lm: LanguageHead) -> HeadOutput:
         """What losses and metrics may ask about; ``lm`` as ``head_of`` returns it."""
-        return self.head.views(hidden, layout, lm)
+        return self.head.outputs(hidden, layout, lm)
 
     # -- decoding -----------------------------------------------------------------------------------------------------
 
@@ -112,6 +113,10 @@ class DraftModel(PreTrainedModel):
         layout = _unlabelled_block(cache.cursor[:, None] + torch.arange(embeddings.shape[1], device=self.device))
         slots = context.slot_inputs(embeddings[:, None].to(self.dtype), layout)
         return self.drafter(slots, layout, context)[:, 0]
+
+    def open(self, hidden: Float[Tensor, "B D H"], roots: Int[Tensor, " B"], lm: LanguageHead) -> Scores:
+        """What the head thinks of the ``D`` tokens after ``roots``; ``hidden`` are those of the predicting slots."""
+        return self.head.open(hidden, roots, lm)
 
     def extend_cache(self, hidden: Float[Tensor, "B R T Ht"], keep: Int[Tensor, " B"], cache: DraftCache) -> None:
         """Take in context rows without drafting, for all but the last chunk of a prompt."""
@@ -156,16 +161,16 @@ class DraftModel(PreTrainedModel):
     # -- start and files ----------------------------------------------------------------------------------------------
 
     def warm_start(self, layer_state: Callable[[int], Mapping[str, Tensor]]) -> None:
-        """Start from the target where the drafter asks for it (``init_from_target``); otherwise nothing happens.
+        """Start from the target what asks for it, drafter and conditioning each for itself; otherwise nothing happens.
 
         ``layer_state(i)`` is the state dict of target decoder layer ``i``.
         """
         depth = self.config.num_target_layers
         assert depth is not None, "only a drafter made for a target starts from it"
-        layers = self.drafter.warm_start_layers(depth)
-        if layers:
+        if layers := self.drafter.warm_start_layers(depth):
             self.drafter.warm_start([layer_state(i) for i in layers])
-            self.conditioning.warm_start({i: layer_state(i) for i in self.conditioning.warm_start_layers(depth)})
+        if wished := self.conditioning.warm_start_layers(depth, with_drafter=bool(layers)):
+            self.conditioning.warm_start({i: layer_state(i) for i in wished})
 
     def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:  # type: ignore[override]
         """As transformers does it, with the names of ``file_names``; the live config is left as it was."""

@@ -10,11 +10,11 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from dflash_lightning.data.read.sources import Source, TrainFiles, make_sources
-from dflash_lightning.files import find_draft_place, find_file
+from dflash_lightning.files import DraftOrigin, find_draft_place, find_file
 from dflash_lightning.recipe.faults import Fault, split_message
 from dflash_lightning.recipe.hints import fits
 from dflash_lightning.recipe.nodes import faults_of
-from dflash_lightning.recipe.tree import mapping_at, select
+from dflash_lightning.recipe.tree import holds_unknown, mapping_at, select
 from dflash_lightning.target.place import locate
 
 # Keys that hold file names and sources: they are looked up from the working folder before anything is loaded.
@@ -51,8 +51,14 @@ def file_faults(tree: dict[str, Any]) -> Iterator[Fault]:
 
 def _start_faults(start: Any, run_dir: Any) -> Iterator[Fault]:
     """What a run starts from is there, and is not what it writes itself."""
-    if not isinstance(start, str):
+    try:
+        origin = DraftOrigin.read(start) if isinstance(start, str | dict) and not holds_unknown(start) else None
+    except ValueError as error:
+        yield split_message(str(error), "init_from")
         return
+    if origin is None:
+        return
+    start = origin.path
     yield from faults_of(partial(find_draft_place, start, setting="init_from"), "init_from")
     if isinstance(run_dir, str) and Path(start).expanduser().resolve().is_relative_to(Path(run_dir).resolve()):
         yield Fault("init_from", f"{start} lies in run_dir={run_dir}, which this run writes", "Choose another run_dir")

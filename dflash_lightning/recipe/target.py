@@ -20,12 +20,19 @@ _LOADED_BY = f"{load_target.__module__}.{load_target.__name__}"
 
 
 def target_faults(tree: dict[str, Any], *, local: bool = True) -> Iterator[Fault]:
-    """Layers, vocabulary, positions and geometry that the target does not have; nothing where it cannot be read yet.
+    """Parts that do not go together; layers, vocabulary, positions and geometry that the target does not have.
 
-    ``tree`` holds plain values, and its parts have no faults of their own. ``local`` asks the hub for nothing.
+    Nothing of the latter where the target cannot be read yet. ``tree`` holds plain values, and its parts have no faults
+    of their own. ``local`` asks the hub for nothing.
     """
     node = mapping_at(tree, "target")
-    if holds_unknown([node, *(tree.get(part) for part in _PARTS)]) or not _is_usual(node):
+    if holds_unknown([tree.get(part) for part in (*_PARTS, "init_from")]):
+        return
+    made: dict[str, Any] = {part: make(tree[part]) for part in _PARTS}
+    made |= {key: tree.get(key) for key in ("draft_vocabulary", "init_from")}
+    plan = DraftPlan(**made)
+    yield from faults_of(plan.check_parts, "block")
+    if holds_unknown(node) or not _is_usual(node):
         return
     known = {key: node[key] for key in ("revision", "trust_remote_code") if key in node}
     try:
@@ -35,7 +42,7 @@ def target_faults(tree: dict[str, Any], *, local: bool = True) -> Iterator[Fault
         return
     if found is None:
         return
-    yield from _part_faults(tree, found)
+    yield from _part_faults(plan, found)
     yield from _length_faults(tree, found)
 
 
@@ -49,10 +56,7 @@ def _is_usual(node: dict[str, Any]) -> bool:
     return path == _LOADED_BY and isinstance(node.get("source"), str)
 
 
-def _part_faults(tree: dict[str, Any], found: TargetPreview) -> Iterator[Fault]:
-    made: dict[str, Any] = {part: make(tree[part]) for part in _PARTS}
-    made |= {key: tree.get(key) for key in ("draft_vocabulary", "init_from")}
-    plan = DraftPlan(**made)
+def _part_faults(plan: DraftPlan, found: TargetPreview) -> Iterator[Fault]:
     seen: set[str] = set()
     for check in plan.checks(found.facts, found.decoder_layer_state):
         for fault in faults_of(check, "target"):

@@ -331,3 +331,14 @@ def test_one_of_two_ranks_processes_the_rows_and_both_train_on_them(
     ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
     assert ranks[0] == ranks[1] and ranks[0]["kept"] == 6 and ranks[0]["steps"] > 0
     assert done.stdout.count("6 read, 6 kept") == 1  # told once
+
+
+def test_rows_of_lengths_that_sort_otherwise_as_text_are_kept_and_found(
+    tiny_target: FrozenTarget, tmp_path: Path
+) -> None:
+    """Lengths are counted by bucket: 64 stands before 128 as a number, and after it as the text that a file holds."""
+    rows = tmp_path / "rows.jsonl"
+    ids = [[1] * length for length in (20, 60, 100)]
+    rows.write_text("".join(json.dumps({"input_ids": row, "loss_mask": [1] * len(row)}) + "\n" for row in ids))
+    first, again = (make_data(tiny_target, rows, tmp_path / "cache", max_length=128) for _ in range(2))
+    assert first.summary == again.summary and sorted(first.summary.lengths) == [32, 64, 128]

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from dflash_lightning.head import MarginalHead
 from dflash_lightning.model import save_draft
 from dflash_lightning.recipe import RecipeError, build_recipe, check_recipe, load_recipe
 from dflash_lightning.target.preview import preview
@@ -42,6 +43,8 @@ FILES = ["target.source=./target", "data.train=rows.jsonl", "callbacks.speculati
         (["drafter=warm_start", "drafter.intermediate_size=48"], r"is \(64, 32\) in the target but \(48, 32\)"),
         (["drafter=warm_start", "drafter.num_heads=3"], r"drafter\.num_heads: 3 query heads cannot share 2"),
         (["init_from=gone"], r"init_from: there is no gone\. Give a run folder, a checkpoint file"),
+        (["init_from={path:gone,parts:[drafter]}"], r"init_from: there is no gone\. Give a run folder"),
+        (["init_from={path:gone,part:[drafter]}"], r"init_from\.part: unknown key\. Write init_from as a path, or as"),
     ],
 )
 def test_what_the_target_does_not_have_is_a_fault(overrides: list[str], message: str, folder: Path) -> None:
@@ -97,3 +100,19 @@ def test_a_drafter_to_start_from_is_held_to_the_recipe_before_weights_are_loaded
     with pytest.raises(RecipeError, match=r"init_from: the drafter in draft is not the one .*num_hidden_layers is 1"):
         check_recipe(load_recipe("smoke", [*FILES, "init_from=draft"]))
     check_recipe(load_recipe("smoke", [*FILES, "init_from=draft", "drafter.num_layers=2"]))
+    grown = ["drafter.num_layers=2", "block.block_size=6"]
+    with pytest.raises(RecipeError, match=r"block_size is 6 in the recipe, 4 there.*list what .*init_from\.change"):
+        check_recipe(load_recipe("smoke", [*FILES, *grown, "init_from=draft"]))
+    check_recipe(load_recipe("smoke", [*FILES, *grown, "init_from={path:draft,change:[block_size]}"]))
+
+
+def test_a_head_that_cannot_learn_the_blocks_is_refused_whatever_the_target(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(MarginalHead, "label_layouts", ("anchor_first",))
+    elsewhere = [*FILES, "target.source=owner/not-here"]
+    with pytest.raises(
+        RecipeError, match=r"block\.label_layout: head 'marginal' cannot be trained with 'same_position'"
+    ):
+        check_recipe(load_recipe("smoke", elsewhere))
+    check_recipe(load_recipe("smoke", [*elsewhere, "+block.label_layout=anchor_first"]))

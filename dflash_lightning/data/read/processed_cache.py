@@ -155,4 +155,6 @@ def _load(entry: Path, key: dict[str, Any]) -> Processed | None:
 
 
 def _digest(tree: Any) -> str:
-    return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
+    """sha256 of ``tree`` as a file gives it back: there keys are strings, and "128" stands before "64"."""
+    read_back = json.loads(json.dumps(tree))
+    return hashlib.sha256(json.dumps(read_back, sort_keys=True).encode()).hexdigest()
