@@ -17,6 +17,7 @@ from dflash_lightning.commands.report_decoding import decode_for_report
 from dflash_lightning.commands.smoke_law import hold_to_law
 from dflash_lightning.commands.smoke_toy import CUT, STEPS, ToyWorld, toy_recipe
 from dflash_lightning.decoding import DecodingSettings
+from dflash_lightning.decoding.choice import choose_strategies
 from dflash_lightning.decoding.evaluation import Evaluator
 from dflash_lightning.export import FORMATS, Exported, check, check_format, export
 from dflash_lightning.model import DraftModel
@@ -119,7 +120,8 @@ class Trial:
     ) -> None:
         """As the recipe samples, or at temperature 1 where it does not."""
         sampling = self._sampling(settings)
-        if sampling.repeatable:  # the same noise at the same places: equal token for token
+        _, verifier = choose_strategies(**sampling.strategies, sampling=sampling.sampling)
+        if verifier.repeatable:  # the same noise at the same places: equal token for token
             found = Evaluator(target, draft, prompts, sampling, num_checked=len(prompts), shown=False)()
             if not found.lossless:
                 raise StageFailed(f"draws are not the target's own: {'; '.join(map(str, found.differences))}")
@@ -214,5 +216,8 @@ def _drafts(
         return made
 
     builder.build = listen
-    decoder.decode(prompts, max_new_tokens=settings.max_new_tokens, stop_ids=target.stop_ids)
+    try:
+        decoder.decode(prompts, max_new_tokens=settings.max_new_tokens, stop_ids=target.stop_ids)
+    finally:
+        del builder.build  # the settings' own builder, which others decode with too
     return seen
