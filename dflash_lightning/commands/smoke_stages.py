@@ -92,7 +92,7 @@ class Trial:
             raise StageFailed(f"{parts.trainer.global_step} optimizer steps were made, not {STEPS}")
         if parts.module.changed_parameters() == 0:
             raise StageFailed(f"{STEPS} optimizer steps changed no parameter of the drafter")
-        parts.trainer.save_checkpoint(self._checkpoint(STEPS))
+        parts.trainer.save_checkpoint(self._checkpoint(STEPS), weights_only=False)
 
     def _checkpoint(self, step: int) -> Path:
         return self.folder / f"step-{step}.ckpt"
@@ -185,7 +185,7 @@ class _SaveAt(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if trainer.global_step == self.step and not self.file.exists():
-            trainer.save_checkpoint(self.file)
+            trainer.save_checkpoint(self.file, weights_only=False)
 
 
 def _check_equal(draft: DraftModel, other: DraftModel, what: str) -> None:
