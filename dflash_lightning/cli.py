@@ -158,6 +158,12 @@ def _show(args: argparse.Namespace) -> int:
     return show(args.recipe, args.overrides, everything=args.all)
 
 
+def _smoke(args: argparse.Namespace) -> int:
+    from dflash_lightning.commands.smoke import smoke
+
+    return smoke(args)
+
+
 def _recipes(args: argparse.Namespace) -> int:
     from dflash_lightning.commands.listing import list_recipes
 
@@ -175,4 +181,5 @@ _RUN: dict[str, Callable[[argparse.Namespace], int]] = {
     "check": _check_export,
     "show": _show,
     "recipes": _recipes,
+    "smoke": _smoke,
 }

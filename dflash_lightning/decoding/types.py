@@ -64,14 +64,31 @@ class Draft:
         within = self.depth <= width[:, None]
         return replace(self, live=within if self.live is None else self.live & within)
 
+    def narrow(self, num_nodes: int) -> Draft:
+        """The first ``num_nodes`` nodes; no other is live in any row. Rows of a chain's law go with its nodes."""
+        if num_nodes == self.tokens.shape[1]:
+            return self
+        law = self.law
+        if law is not None and self.parents is None and self.law_row is None:
+            law = Law(law.mass[:, : num_nodes - 1], None if law.ids is None else law.ids[:, : num_nodes - 1])
+        return replace(
+            self,
+            tokens=self.tokens[:, :num_nodes],
+            parents=None if self.parents is None else self.parents[:, :num_nodes],
+            live=None if self.live is None else self.live[:, :num_nodes],
+            law=law,
+            law_row=None if self.law_row is None else self.law_row[:, :num_nodes],
+        )
+
 
 @dataclass
 class Verdict:
     """How many drafts of each row stand, which, and the target's own token after them.
 
     ``path`` lists the nodes that stand, root first: ``path[b, :accepted[b] + 1]``; what follows is filled up with valid
-    nodes that mean nothing. Null means a chain: nodes 0, 1, 2 ... in order. ``offered`` is the deepest depth that was
-    at risk: ``accepted + 1``, or ``accepted`` where the last node has no live child.
+    nodes that mean nothing, up to the depth of the draft at most. Null means a chain: nodes 0, 1, 2 ... in order.
+    ``offered`` is the deepest depth that was at risk: ``accepted + 1``, or ``accepted`` where the last node has no live
+    child. A tree states both; for a chain the loop counts ``offered`` itself.
     ``acceptance`` and ``law`` are what chance decided on, where it did: the probability of accepting each draft given
     that the ones before it stand, and the law ``following`` was drawn from. Tests enumerate them; reports average them.
     """

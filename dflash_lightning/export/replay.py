@@ -118,7 +118,7 @@ def record(
     target: FrozenTarget, model: DraftModel, prompts: Sequence[list[int]], *, max_new_tokens: int
 ) -> list[RecordedPrompt]:
     """What ``model`` does on ``prompts``, by the loop that every other command decodes with."""
-    settings = DecodingSettings(max_new_tokens=max_new_tokens, compile=False, packed=False)
+    settings = DecodingSettings(max_new_tokens=max_new_tokens, compile=False, prepacked=False)
     decoder = settings.make_decoder(target, model, longest_prompt=max(map(len, prompts)))
     result = decoder.decode(list(prompts), max_new_tokens=max_new_tokens, stop_ids=target.stop_ids)
     recorded = []

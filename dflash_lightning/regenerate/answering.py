@@ -11,6 +11,7 @@ from typing import Any, Literal
 from dflash_lightning.data.read.conversation import ChatRenderer, UnusableRow
 from dflash_lightning.data.read.messages import Message
 from dflash_lightning.decoding import Generation, SamplingSpec, SpeculativeDecoder
+from dflash_lightning.decoding.verifier import MatchVerifier
 from dflash_lightning.model import DraftModel
 from dflash_lightning.regenerate.draft_trial import TRIAL_ROWS, DraftTrial, run_trial
 from dflash_lightning.regenerate.prompt_script import Failure, Script
@@ -197,7 +198,7 @@ class Answering:
                 self.target,
                 self.draft if drafted else None,
                 sampling=self.sampling,
-                verifier="greedy" if self.sampling.greedy else "match",
+                verifier=MatchVerifier(),
                 max_length=self._longest(length) if drafted else self.target.facts.max_positions,
                 batch_size=self.batch_size,
                 compile=self.compile,

@@ -16,7 +16,7 @@ from dflash_lightning.ops.plain_mode import plain_mode
 from dflash_lightning.ops.shallow_copy import copy_tree
 from dflash_lightning.target.attention import GROUPED_SDPA
 from dflash_lightning.target.cache import RowCache
-from dflash_lightning.target.families import VERIFIED_FAMILIES, Anatomy, causal_lm_class, tree_fault
+from dflash_lightning.target.families import VERIFIED_FAMILIES, Anatomy, causal_lm_class
 from dflash_lightning.target.frozen import FrozenTarget
 from dflash_lightning.target.masks import ragged_mask, tree_mask
 from dflash_lightning.target.room import check_room
@@ -34,34 +34,40 @@ class TargetAdapter:
     it. Plain decoding is ``verify`` with one column. Greedy decoding equals ``transformers.generate`` token for token
     in fp32.
 
-    ``packed`` decodes with weights laid out anew for the CPU (a copy: the target's own stay as they are). The two
-    differ in the last bits, so compare only decoders that pack alike.
+    ``prepacked`` decodes with weights laid out anew for the CPU (a copy: the target's own stay as they are). The two
+    differ in the last bits, so compare only decoders that prepack alike.
 
-    ``trees`` says whether the target can judge token trees; ``check_trees`` says why not. ``max_batch`` null: a batch
-    may hold any number of sequences.
+    ``max_batch`` null: a batch may hold any number of sequences.
     """
 
     max_batch: int | None = None
 
-    def __init__(self, target: FrozenTarget, spec: FeatureSpec, *, packed: bool = True) -> None:
+    def __init__(self, target: FrozenTarget, spec: FeatureSpec, *, prepacked: bool = True) -> None:
         self.target = target
         self.facts = target.facts
         self.spec = spec
         self.lm = target.lm
-        anatomy = _decoding_copy(target, packed=packed)
+        anatomy = _decoding_copy(target, prepacked=prepacked)
         head = target.model.get_output_embeddings()
-        self.head: nn.Module = pack_linears(head) if packed else head
+        self.head: nn.Module = pack_linears(head) if prepacked else head
         self._config: Any = anatomy.decoder.config
         self._trunk = Trunk(anatomy, FeatureSpec(spec.layer_ids, last_hidden=True))
         self._cache = RowCache(target.facts.num_layers)
         self._lengths: list[int] = []
         self._verified: TargetFeatures | None = None  # what the next commit chooses from
-        self._trees_checked = False
+        self._tree_error: float | None = None  # null: not tried yet
 
     @property
     def trees(self) -> bool:
-        """Whether token trees can be verified with a target of this family."""
-        return tree_fault(self._config) is None
+        """Whether the target judges token trees as it judges their paths.
+
+        The test suite holds this for the verified families. Any other is tried on a small tree when this is first
+        asked, which costs three forwards of a few tokens. A family that goes by cache rows where it should go by
+        positions, or makes masks of its own, is right for chains and wrong for trees.
+        """
+        if self._tree_error is None:
+            self._tree_error = self._try_tree()
+        return self._tree_error <= self.target.tolerance
 
     @property
     def lengths(self) -> Int[Tensor, " B"]:
@@ -160,38 +166,28 @@ class TargetAdapter:
     def check_trees(self) -> None:
         """Refuse token trees where the target would judge them wrongly. Call it before decoding starts.
 
-        A family that the test suite does not hold is tried on a small tree, once; the batch in hand is kept.
-
         Raises:
-            ValueError: the family cannot judge trees, or the logits of a tree are not those of its paths.
+            ValueError: the logits of a tree are not those of its paths. Names the family and what to use instead.
         """
-        if self._trees_checked:
-            return
-        self._trees_checked = True  # before the trial, which verifies a tree
-        if (reason := tree_fault(self._config) or self._tree_trial()) is not None:
-            self._trees_checked = False
+        if not self.trees:
             raise ValueError(
-                f"target: {self.facts.name} is of family {self.facts.model_type!r}, which cannot judge token trees: "
-                f"{reason}. Use a builder of chains (decoding.builder), or a target of a verified family: "
-                f"{', '.join(VERIFIED_FAMILIES)}."
+                f"target: {self.facts.name} (family {self.facts.model_type!r}) cannot judge token trees: the logits of "
+                "a tree are not those of plain forwards over its paths (relative difference "
+                f"{self._tree_error:.1e}, allowed {self.target.tolerance:.0e}). Use a builder of chains "
+                f"(decoding.builder), or a target of a verified family: {', '.join(VERIFIED_FAMILIES)}."
             )
 
-    def _tree_trial(self) -> str | None:
-        """What is wrong with the logits of a small tree; null when nothing is, and for families that are verified."""
+    def _try_tree(self) -> float:
+        """How far a small tree's logits are from those of plain forwards over its paths; the batch in hand is kept."""
         if self.facts.model_type in VERIFIED_FAMILIES or self.facts.max_positions < PROBE_POSITIONS:
-            return None
+            return 0.0
         held = self._cache, self._lengths, self._verified
         self.reset()
+        self._tree_error = 0.0  # the trial verifies a tree
         try:
-            error = tree_error(self, self.target)
+            return tree_error(self, self.target)
         finally:
             self._cache, self._lengths, self._verified = held
-        if error <= self.target.tolerance:
-            return None
-        return (
-            f"the logits of a tree are not those of plain forwards over its paths (relative difference {error:.1e}, "
-            f"allowed {self.target.tolerance:.0e})"
-        )
 
     def _forward(
         self, ids: Int[Tensor, "B W"], lengths: list[int], parents: Int[Tensor, "B W"] | None = None
@@ -221,10 +217,10 @@ class TargetAdapter:
         check_room(lengths, self.facts.max_positions, self.facts.name, max_new_tokens=0)
 
 
-def _decoding_copy(target: FrozenTarget, *, packed: bool) -> Anatomy:
+def _decoding_copy(target: FrozenTarget, *, prepacked: bool) -> Anatomy:
     """A copy of the target's decoder that shares its weights and has the attention that decoding needs."""
     anatomy, config = target.anatomy, target.model.config
-    decoder = pack_linears(anatomy.decoder) if packed else copy_tree(anatomy.decoder, lambda module: None)
+    decoder = pack_linears(anatomy.decoder) if prepacked else copy_tree(anatomy.decoder, lambda module: None)
     decoding_config = copy.copy(config)
     decoding_config._attn_implementation = _decoding_attention(target)
     for module in decoder.modules():

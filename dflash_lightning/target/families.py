@@ -256,14 +256,3 @@ def chunk_size(config: PretrainedConfig) -> int | None:
     """
     chunk = setting(config, "attention_chunk_size")
     return None if chunk is None else int(chunk)
-
-
-def tree_fault(config: PretrainedConfig) -> str | None:
-    """Why a family that can be a target cannot judge token trees; null when it can.
-
-    In a tree several nodes stand at one position, and a node's cache row is not its position. A family that counts
-    rows where it should count positions is right for chains and wrong for trees.
-    """
-    if setting(config, "keep_window_size") is not None:  # Doge
-        return "it masks keys by their rank among all keys, and the other branches of a tree are keys too"
-    return None

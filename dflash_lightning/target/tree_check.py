@@ -1,8 +1,8 @@
-"""Check of token trees with a target of a family that the test suite does not hold."""
+"""Trial of token trees with a target of a family that the test suite does not hold."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -18,6 +18,7 @@ _WAY = [0, 2, 3, 4]  # from the root to the end of that chain; node 1 stands in 
 PROBE_POSITIONS = 1 + len(_WAY)  # a prompt of one token, and the way
 
 
+@runtime_checkable
 class TreeJudge(Protocol):
     """What the check asks: ``TargetAdapter`` is one."""
 

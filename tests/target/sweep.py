@@ -159,7 +159,7 @@ def feature_faults(target: FrozenTarget) -> list[str]:
     hooked = [torch.stack(run_intact(target.model, target.anatomy.layers, ids).outputs, dim=2) for ids in rows]
     positions = [torch.arange(ids.shape[1])[None] for ids in rows]
     packed = target.features(torch.cat(rows, 1), torch.cat(positions, 1), spec).hidden
-    adapter = TargetAdapter(target, spec, packed=False)
+    adapter = TargetAdapter(target, spec, prepacked=False)
     faults = []
     begin = 0
     for ids, place, truth in zip(rows, positions, hooked, strict=True):
@@ -194,9 +194,7 @@ def decoding_faults(target: FrozenTarget) -> list[str]:
     settings = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     expected = [target.model.generate(ids, **settings)[0, ids.shape[1] :].tolist() for ids in _rows()]
     sampling = SamplingSpec(0.0, None, None, 0)
-    decoder = SpeculativeDecoder(
-        target, None, sampling=sampling, verifier="greedy", max_length=128, batch_size=2, compile=False
-    )
+    decoder = SpeculativeDecoder(target, None, sampling=sampling, max_length=128, batch_size=2, compile=False)
 
     def decode(some: list[list[int]]) -> list[list[int]]:
         result = decoder.decode(some, max_new_tokens=NEW_TOKENS, stop_ids=())
@@ -211,12 +209,11 @@ def decoding_faults(target: FrozenTarget) -> list[str]:
 def tree_faults(target: FrozenTarget) -> list[str]:
     """Random trees, and a chain after one path of each, against plain forwards; in a ragged batch, an equal one, alone.
 
-    Nothing where the family's trees are refused.
+    A family that fails the trial at start has its trees refused, which is no fault: see ``tree_check``.
     """
     adapter = TargetAdapter(target, FeatureSpec(tuple(range(target.facts.num_layers))), packed=False)
     if not adapter.trees:
         return []
-    adapter.check_trees()
     return [fault for lengths in TREE_LENGTHS for fault in _tree_faults(adapter, target, lengths)]
 
 

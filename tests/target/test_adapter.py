@@ -70,7 +70,7 @@ def test_greedy_decoding_equals_generate_at_batch_1_and_in_a_ragged_batch(make_t
     expected = [generate(target, prompt) for prompt in prompts]
     assert all(len(set(row)) > 4 for row in expected), "the model repeats itself: nothing is tested"
     for packed in (False, True):
-        adapter = TargetAdapter(target, SPEC, packed=packed)
+        adapter = TargetAdapter(target, SPEC, prepacked=packed)
         for width in (1, 5):
             assert decode(adapter, prompts, expected, width) == expected
             assert decode(adapter, prompts[1:2], expected[1:2], width) == expected[1:2]
@@ -213,4 +213,4 @@ def test_the_target_is_untouched_by_decoding(make_target: MakeTarget, family: st
 )
 def test_prompts_that_cannot_be_decoded_are_refused(tiny_target: FrozenTarget, prompts: list, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        TargetAdapter(tiny_target, SPEC, packed=False).prefill(prompts)
+        TargetAdapter(tiny_target, SPEC, prepacked=False).prefill(prompts)
