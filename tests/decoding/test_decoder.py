@@ -296,7 +296,7 @@ def test_names_of_parts_are_known_or_refused() -> None:
     assert isinstance(named_part("verifier", "match"), MatchVerifier)
     with pytest.raises(ValueError, match=r"decoding.verifier: 'blok' is no verifier. Use null .*'match'"):
         named_part("verifier", "blok")
-    with pytest.raises(ValueError, match=r"decoding.verifier: TokenVerifier judges \['sampled'\] drafts"):
+    with pytest.raises(ValueError, match=r"decoding.verifier: RejectionVerifier judges \['sampled'\] drafts"):
         choose_strategies(BestChain(), None, TokenVerifier(), SamplingSpec())
 
 
