@@ -190,8 +190,8 @@ def _time_batch(parts: Parts, module: DraftModule, batch: TrainBatch, steps: int
     batch.features = module.target.features(batch.input_ids, batch.position_ids, module.required(), packed=batch.packed)
     middle = _now(batch)
     with parts.trainer.precision_plugin.train_step_context():
-        views, features = module.views(batch)
-        shares = module.loss_shares(batch, views, features, StepContext(0, steps, 0), batch.window_totals)
+        out, features = module.outputs(batch)
+        shares = module.loss_shares(batch, out, features, StepContext(0, steps, 0), batch.window_totals)
         loss = torch.stack([coef * share for coef, share in shares.values()]).sum()
     loss.backward()
     return middle - begin, _now(batch) - middle
