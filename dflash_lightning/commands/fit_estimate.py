@@ -13,11 +13,13 @@ from torch import nn
 
 from dflash_lightning.callbacks import SpeculativeEval
 from dflash_lightning.data import DraftData
+from dflash_lightning.data.feature_products import with_products
 from dflash_lightning.model_memory import memory_line
 from dflash_lightning.module import DraftModule
 from dflash_lightning.module_log import memory_gib
 from dflash_lightning.progress import readable_seconds
 from dflash_lightning.recipe import Parts
+from dflash_lightning.target import FrozenTarget
 from dflash_lightning.types import StepContext, TrainBatch
 
 _MOST = 4  # micro-batches measured, the first of which warms up
@@ -171,8 +173,9 @@ def _measure(parts: Parts, module: DraftModule, batches: list[TrainBatch], steps
     """Seconds by part; one micro-batch is enough where it is long, or where the run is ``short`` seconds of each."""
     device, begin, cpu = parts.trainer.strategy.root_device, time.monotonic(), time.process_time()
     times: list[tuple[float, float]] = []
+    target = with_products(module.target, parts.data.feature_products)
     for batch in batches:
-        times.append(_time_batch(parts, module, move_data_to_device(batch, device), steps))
+        times.append(_time_batch(parts, module, target, move_data_to_device(batch, device), steps))
         on_cpu, last = device.type == "cpu", sum(times[-1])
         if time.monotonic() - begin > _BUDGET or (on_cpu and last < short):
             break
@@ -184,10 +187,12 @@ def _measure(parts: Parts, module: DraftModule, batches: list[TrainBatch], steps
     return Measured(features, drafter, optimizer, len(counted), busy=device.type == "cpu" and share < _BUSY)
 
 
-def _time_batch(parts: Parts, module: DraftModule, batch: TrainBatch, steps: int) -> tuple[float, float]:
+def _time_batch(
+    parts: Parts, module: DraftModule, target: FrozenTarget, batch: TrainBatch, steps: int
+) -> tuple[float, float]:
     """Seconds of the target's features, and of the drafter's forward and backward pass."""
     begin = _now(batch)
-    batch.features = module.target.features(batch.input_ids, batch.position_ids, module.required(), packed=batch.packed)
+    batch.features = target.features(batch.input_ids, batch.position_ids, module.required(), packed=batch.packed)
     middle = _now(batch)
     with parts.trainer.precision_plugin.train_step_context():
         views, features = module.views(batch)
