@@ -142,7 +142,7 @@ def estimate(parts: Parts, *, done: int = 0) -> Estimate | None:
     tokens = data.rows_per_batch * (data.row_tokens if data.packing else data.max_length)
     short = _SHORT / max(1, (steps - done) * accumulate)
     with isolate_rng():
-        measured = _measure(parts, module, data.first_batches(_MOST), steps, short)
+        measured = _measure(parts, module, data, steps, short)
     return Estimate(
         documents=len(plan.documents),
         rows=plan.num_rows,
@@ -169,12 +169,12 @@ def _total_steps(max_epochs: int | None, max_steps: int, per_epoch: int) -> int:
     return min(bounds, default=0)
 
 
-def _measure(parts: Parts, module: DraftModule, batches: list[TrainBatch], steps: int, short: float) -> Measured:
+def _measure(parts: Parts, module: DraftModule, data: DraftData, steps: int, short: float) -> Measured:
     """Seconds by part; one micro-batch is enough where it is long, or where the run is ``short`` seconds of each."""
     device, begin, cpu = parts.trainer.strategy.root_device, time.monotonic(), time.process_time()
     times: list[tuple[float, float]] = []
-    target = with_products(module.target, parts.data.feature_products)
-    for batch in batches:
+    target = with_products(module.target, data.feature_products)
+    for batch in data.first_batches(_MOST):
         times.append(_time_batch(parts, module, target, move_data_to_device(batch, device), steps))
         on_cpu, last = device.type == "cpu", sum(times[-1])
         if time.monotonic() - begin > _BUDGET or (on_cpu and last < short):
