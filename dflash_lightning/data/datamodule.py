@@ -311,7 +311,7 @@ class DraftData(LightningDataModule):
         # Loaders are made (by ``estimated_stepping_batches`` in configure_optimizers) before the module's fit starts.
         target = self.target if self.trainer is None else self.target.to(self.trainer.strategy.root_device)
         target = with_products(target, self.feature_products)
-        row_tokens = self.row_tokens if self.packing else None
+        row_tokens = self.row_tokens if self.packing and self.feature_products is None else None
         store, dtype = self.documents, self.cache_dtype
         if self.cache_features == "ram":
             return make_in_memory(
