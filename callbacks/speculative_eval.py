@@ -31,6 +31,11 @@ from dflash_lightning.types import Alignment
 class SpeculativeEval(Callback):
     """Decodes held-out prompts before training, after epochs (or every ``every_n_steps`` steps) and at the end.
 
+    This is a callback and no validation loop of Lightning's. Decoding comes before the first training step and after
+    the last one, where Lightning has no validation. A rank without prompts takes part in the sums, and a loader must
+    not be empty. One evaluator with its compiled graphs and plain answers lives through all of it. The module's modes
+    stay as they are. Checkpoints that follow a figure are told of it as after a validation.
+
     Prompts are dealt out over the ranks, and sums (never ratios) are reduced. The run's weights are the same bits with
     and without this callback: random states are put back, decoding works on a copy of the drafter, the target is only
     read.
@@ -119,7 +124,9 @@ class SpeculativeEval(Callback):
             target.facts.max_positions,
             target.facts.name,
             max_new_tokens=self.decoding.max_new_tokens,
-            num_drafts=Alignment(pl_module.block.block_size, 0, pl_module.block.label_layout).num_drafts,
+            num_drafts=Alignment(
+                self.decoding.block_size or pl_module.block.block_size, 0, pl_module.block.label_layout
+            ).num_drafts,
             setting="decoding.max_new_tokens",
             call=lambda place: f"prompt {place + 1} of {self.prompts}",
         )
@@ -238,16 +245,9 @@ def _reduce(evaluation: Evaluation, device: torch.device) -> Evaluation:
         metric.update(stats)
         return metric.compute()
 
-    counts = SpeculativeMetric(0).to(device)
-    checked, identical, rounded = evaluation.num_checked, evaluation.identical, evaluation.rounded
-    counts.update(DecodeStats(0, requests=checked, generated=identical, rounds=rounded))
-    checks = counts.compute()
     return dataclasses.replace(
         evaluation,
         stats=total(evaluation.stats),
         checked=total(evaluation.checked),
         plain=total(evaluation.plain),
-        num_checked=checks.requests,
-        identical=checks.generated,
-        rounded=checks.rounds,
     )

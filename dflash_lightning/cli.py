@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from dflash_lightning.commands.grammar import make_parser
 from dflash_lightning.quiet import quiet
-from dflash_lightning.recipe_faults import hint_for
+from dflash_lightning.recipe.faults import hint_for
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -158,6 +158,12 @@ def _show(args: argparse.Namespace) -> int:
     return show(args.recipe, args.overrides, everything=args.all)
 
 
+def _smoke(args: argparse.Namespace) -> int:
+    from dflash_lightning.commands.smoke import smoke
+
+    return smoke(args)
+
+
 def _recipes(args: argparse.Namespace) -> int:
     from dflash_lightning.commands.listing import list_recipes
 
@@ -175,4 +181,5 @@ _RUN: dict[str, Callable[[argparse.Namespace], int]] = {
     "check": _check_export,
     "show": _show,
     "recipes": _recipes,
+    "smoke": _smoke,
 }

@@ -11,10 +11,12 @@ class Component:
 
     A subclass takes only plain settings (numbers, strings, lists, null), keyword-only, and stores each under its own
     name, so that ``type(self)(**self.settings())`` is an equal component. ``name`` registers it within its axis;
-    subclasses without a ``name`` of their own are abstract.
+    subclasses without a ``name`` of their own are abstract. ``initial`` are the settings that only say how a part
+    begins: once its weights are trained or copied, nothing depends on them.
     """
 
     name: ClassVar[str] = ""
+    initial: ClassVar[frozenset[str]] = frozenset()
     registry: ClassVar[dict[str, type[Component]]] = {}
 
     def __init_subclass__(cls, *, axis: bool = False, **kwargs: Any) -> None:

@@ -6,9 +6,11 @@ import fcntl
 import hashlib
 import os
 import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 PACKAGE_PREFIX = "package://"
 # What a run folder holds; every part that finds a run knows it by these.
@@ -33,6 +35,48 @@ def find_file(path: str | Path, *, setting: str = "data") -> Path:
     if not file.is_file():
         raise ValueError(f"{setting}: {text} is not a file (looked from {Path.cwd()}). Check the path.")
     return file
+
+
+DRAFT_PARTS = ("conditioning", "drafter", "head")
+_HOW = "Write init_from as a path, or as {path: .., parts: [..], change: [..]}"
+
+
+@dataclass(frozen=True)
+class DraftOrigin:
+    """``init_from``: the drafter at ``path`` gives the tensors of ``parts`` (all three unless said).
+
+    ``change`` names what may differ between it and the recipe: a field such as ``block_size``, ``target`` (another copy
+    of the model it was made for: quantised, say), a part (``head``) or a setting of one (``head.rank``).
+    """
+
+    path: str
+    parts: tuple[str, ...] = DRAFT_PARTS
+    change: tuple[str, ...] = ()
+
+    @classmethod
+    def read(cls, stated: str | Mapping[str, Any] | None) -> DraftOrigin | None:
+        """What a recipe states: null, a path, or a mapping of the fields above.
+
+        Raises:
+            ValueError: an unknown key or part, or no path.
+        """
+        if stated is None:
+            return None
+        if isinstance(stated, str):
+            return cls(stated)
+        if unknown := sorted(set(stated) - {"path", "parts", "change"}):
+            raise ValueError(f"init_from.{unknown[0]}: unknown key. {_HOW}.")
+        if not isinstance(stated.get("path"), str):
+            raise ValueError(f"init_from.path: {stated.get('path')!r} is no path. {_HOW}.")
+        parts, change = stated.get("parts"), stated.get("change")
+        for key, names in (("parts", parts), ("change", change)):
+            if names is not None and not (isinstance(names, list | tuple) and all(isinstance(n, str) for n in names)):
+                raise ValueError(f"init_from.{key}: {names!r} is no list of names. {_HOW}.")
+        if strange := [part for part in parts or () if part not in DRAFT_PARTS]:
+            raise ValueError(f"init_from.parts: {strange} are no parts of a drafter. Use some of {list(DRAFT_PARTS)}.")
+        if parts is not None and not parts:
+            raise ValueError("init_from.parts: nothing is taken over. Name a part, or set init_from=null.")
+        return cls(stated["path"], DRAFT_PARTS if parts is None else tuple(parts), tuple(change or ()))
 
 
 def find_draft_place(path: str | Path, *, setting: str) -> Path | None:

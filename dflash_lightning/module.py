@@ -26,8 +26,10 @@ from dflash_lightning.drafter import Drafter
 from dflash_lightning.head import DraftHead
 from dflash_lightning.loss import LossTerm
 from dflash_lightning.model import DraftModel
-from dflash_lightning.model_start import DraftPlan
-from dflash_lightning.module_guard import (
+from dflash_lightning.model.start import DraftPlan
+from dflash_lightning.ops.lm_head import Argmax, LanguageHead, View
+from dflash_lightning.target import FrozenTarget
+from dflash_lightning.training.guard import (
     ADVICE,
     Diverged,
     ScaleGuard,
@@ -37,10 +39,8 @@ from dflash_lightning.module_guard import (
     check_trainer,
     checksums,
 )
-from dflash_lightning.module_log import StepLog
-from dflash_lightning.module_optim import LengthChange, OptimSettings, gradients, length_change, set_rates
-from dflash_lightning.ops.lm_head import Argmax, LanguageHead, View
-from dflash_lightning.target import FrozenTarget
+from dflash_lightning.training.log import StepLog
+from dflash_lightning.training.optim import LengthChange, OptimSettings, gradients, length_change, set_rates
 from dflash_lightning.types import FeatureSpec, SlotTotals, StepContext, TargetFeatures, TrainBatch
 
 
@@ -54,8 +54,8 @@ class DraftModule(LightningModule):
         target: the frozen model; its embedding and language head serve the drafter.
         loss: terms by name; the training loss is the sum of ``coef * numerator / denominator`` over them.
         draft_vocabulary: ``"data"`` limits the drafter to the token ids that occur in the training rows; null uses all.
-        init_from: a run folder, a checkpoint or a drafter's folder whose weights training starts from; it must have
-            been made for this target.
+        init_from: a run folder, a checkpoint or a drafter's folder whose weights training starts from, or
+            ``{path, parts, change}``: which of its parts, and what may differ from the recipe (``model.origin``).
         seed: decides the drafter's initial weights.
     """
 
@@ -70,7 +70,7 @@ class DraftModule(LightningModule):
         loss: Mapping[str, LossTerm],
         optim: OptimSettings,
         draft_vocabulary: str | None = None,
-        init_from: str | None = None,
+        init_from: str | Mapping[str, Any] | None = None,
         seed: int = 0,
     ) -> None:
         super().__init__()
@@ -200,7 +200,7 @@ class DraftModule(LightningModule):
         hidden = self.draft_model.block_hidden(
             self.target.embed(layout.input_ids), layout, features, batch.position_ids
         )
-        return self.draft_model.views(hidden, layout, self._lm), features
+        return self.draft_model.outputs(hidden, layout, self._lm).views, features
 
     def loss_shares(
         self,

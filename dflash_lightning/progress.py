@@ -93,6 +93,16 @@ def print_line(text: str) -> None:
         print(text, flush=True)
 
 
+def say(text: str) -> None:
+    """``text`` on standard error; ranks other than 0 say nothing."""
+    if _is_first_rank():
+        print(text, file=sys.stderr, flush=True)
+
+
+def _is_first_rank() -> bool:
+    return all(os.environ.get(name, "0") == "0" for name in ("RANK", "LOCAL_RANK"))
+
+
 @contextmanager
 def waiting(what: str) -> Iterator[None]:
     """Say ``what`` is going on, on standard error, if it takes more than a few seconds; for steps that cannot count.
@@ -106,7 +116,7 @@ def waiting(what: str) -> Iterator[None]:
 
     timer = threading.Timer(FIRST_SECONDS, say)
     timer.daemon = True
-    if all(os.environ.get(name, "0") == "0" for name in ("RANK", "LOCAL_RANK")):
+    if _is_first_rank():
         timer.start()
     try:
         yield

@@ -21,8 +21,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from dflash_lightning import __version__
 from dflash_lightning.files import BEST_CHECKPOINT, LAST_CHECKPOINT, RECIPE_FILE, file_digest, open_locked, write_atomic
-from dflash_lightning.recipe_files import data_files
-from dflash_lightning.recipe_load import recipe_text
+from dflash_lightning.recipe.files import data_files
+from dflash_lightning.recipe.load import recipe_text
 
 STATE_FILE = "run.json"
 _LOG_FILES = ("events.out.tfevents.*", "metrics.csv", "hparams.yaml")

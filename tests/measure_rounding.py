@@ -48,8 +48,8 @@ def _one_by_one(adapter: TargetAdapter, ids: list[int], count: int) -> tuple[lis
     logits, _, _ = adapter.prefill([ids])
     text, rows = [int(logits[0].argmax())], []
     for _ in range(count):
-        logits, _ = adapter.verify(torch.tensor([[text[-1]]]))
-        adapter.commit(torch.tensor([1]))
+        logits = adapter.verify(torch.tensor([[text[-1]]]))
+        adapter.commit(None, torch.tensor([1]))
         rows.append(logits[0, 0].float())
         text.append(int(rows[-1].argmax()))
     return text, rows
@@ -60,8 +60,8 @@ def _in_blocks(adapter: TargetAdapter, ids: list[int], text: list[int]) -> list[
     rows = []
     for begin in range(0, len(text) - 1, BLOCK):
         some = text[begin : min(begin + BLOCK, len(text) - 1)]
-        logits, _ = adapter.verify(torch.tensor([some]))
-        adapter.commit(torch.tensor([len(some)]))
+        logits = adapter.verify(torch.tensor([some]))
+        adapter.commit(None, torch.tensor([len(some)]))
         rows += list(logits[0].float())
     return rows
 

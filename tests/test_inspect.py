@@ -21,10 +21,10 @@ from dflash_lightning.commands.inspect_settings import READ_BY as DRAFT_DATA
 from dflash_lightning.commands.inspect_text import TokenTable, visible
 from dflash_lightning.data import ChatRenderer, DraftData
 from dflash_lightning.data.inspection import BlockAccount, PromptOverlap, supervised_spans, training_rows
-from dflash_lightning.data.process import Processing, TrainingRows
-from dflash_lightning.data.sources import Source
-from dflash_lightning.data.store import MaskedIds
-from dflash_lightning.recipe_arguments import source_defaults
+from dflash_lightning.data.read.process import Processing, TrainingRows
+from dflash_lightning.data.read.sources import Source
+from dflash_lightning.data.read.store import MaskedIds
+from dflash_lightning.recipe.arguments import source_defaults
 from dflash_lightning.target import FrozenTarget
 from dflash_lightning.types import Alignment, Document
 

@@ -16,10 +16,10 @@ from omegaconf import OmegaConf
 from dflash_lightning.cli import main
 from dflash_lightning.commands.grammar import make_parser
 from dflash_lightning.data import DraftData
-from dflash_lightning.data.sources import make_sources
+from dflash_lightning.data.read.sources import make_sources
 from dflash_lightning.loss import LossTerm
 from dflash_lightning.recipe import build_recipe, load_recipe
-from dflash_lightning.recipe_folders import recipe_names
+from dflash_lightning.recipe.folders import recipe_names
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

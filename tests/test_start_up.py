@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from dflash_lightning.cli import main
-from dflash_lightning.recipe_arguments import by_import, from_source
-from dflash_lightning.recipe_hints import describe
-from dflash_lightning.recipe_load import load_recipe
+from dflash_lightning.recipe.arguments import by_import, from_source
+from dflash_lightning.recipe.hints import describe
+from dflash_lightning.recipe.load import load_recipe
 from dflash_lightning.run import RunFolder
 
 ROOT = Path(__file__).parent.parent

@@ -69,7 +69,7 @@ class Answerer:
         stream: Callable[[], TokenStream] | None,
     ) -> None:
         self.target, self.settings, self.stream = target, settings, stream
-        self.num_drafts = draft.alignment.num_drafts
+        self.num_drafts = settings.num_drafts(draft)
         self.decoder = settings.make_decoder(target, draft, longest_prompt=longest_prompt, compile=compile)
 
     def __call__(

@@ -8,7 +8,7 @@ from pathlib import Path
 from dflash_lightning.commands.drafts import open_target
 from dflash_lightning.export import Exported, Outcome, check, merge_observed
 from dflash_lightning.files import find_file
-from dflash_lightning.model_files import read_object
+from dflash_lightning.model.files import read_object
 from dflash_lightning.target import FrozenTarget
 
 OBSERVED_ADVICE = "Give --observed a file with {'prompts': [{'prompt_ids': .., 'draft_ids': ..}]}."

@@ -12,9 +12,9 @@ from omegaconf import OmegaConf
 
 from dflash_lightning.files import RECIPE_FILE
 from dflash_lightning.model import DraftModel
-from dflash_lightning.model_found import find_weights
-from dflash_lightning.recipe_load import load_recipe
-from dflash_lightning.recipe_make import make_target
+from dflash_lightning.model.found import find_weights
+from dflash_lightning.recipe.load import load_recipe
+from dflash_lightning.recipe.make import make_target
 from dflash_lightning.run import read_recipe
 from dflash_lightning.target import FrozenTarget, TargetText, load_text
 

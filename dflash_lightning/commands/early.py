@@ -11,9 +11,9 @@ from typing import Any
 from omegaconf import DictConfig
 
 from dflash_lightning.files import find_draft_place, find_file
-from dflash_lightning.recipe_check import early_faults
-from dflash_lightning.recipe_faults import RecipeError
-from dflash_lightning.recipe_load import load_recipe, load_with_faults
+from dflash_lightning.recipe.check import early_faults
+from dflash_lightning.recipe.faults import RecipeError
+from dflash_lightning.recipe.load import load_recipe, load_with_faults
 from dflash_lightning.run import RunFolder
 from dflash_lightning.target.place import locate
 

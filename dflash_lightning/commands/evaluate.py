@@ -104,7 +104,7 @@ def _measure(
         plain = evaluator.plain
         print(measured.evaluation.table(title(measured)), measured.by_file(), sep="\n", flush=True)
         found.append(measured)
-    if (served := served_line(target, vars(settings))) is not None:
+    if (served := served_line(target, settings.summary())) is not None:
         print(served)
     return found
 
@@ -125,9 +125,9 @@ def _report(
         "prompts_file": names[0] if len(names) == 1 else names,
         "target": target.facts.name,
         "dtype": str(target.dtype).removeprefix("torch."),
-        "decoding": vars(settings),
+        "decoding": settings.summary(),
         "generation_config": served_settings(target),
-        "served": served_line(target, vars(settings)),
+        "served": served_line(target, settings.summary()),
         "device": str(target.device),
         "machine": machine(),
         "versions": versions(),

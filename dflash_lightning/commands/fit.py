@@ -22,13 +22,13 @@ from dflash_lightning.callbacks.run_log import describe_run
 from dflash_lightning.callbacks.stopping import RunCut, Stopper, forget_time, is_finished
 from dflash_lightning.commands.fit_estimate import estimate
 from dflash_lightning.data import DraftData
-from dflash_lightning.model_files import without_progress_bars
-from dflash_lightning.model_memory import memory_line
+from dflash_lightning.model.files import without_progress_bars
+from dflash_lightning.model.memory import memory_line
 from dflash_lightning.module import DraftModule
-from dflash_lightning.module_guard import Diverged
 from dflash_lightning.recipe import Parts, build_recipe, check_recipe, load_recipe
+from dflash_lightning.recipe.length import LENGTHS, behind, extend_recipe
 from dflash_lightning.run import RunFolder
-from dflash_lightning.run_length import LENGTHS, behind, extend_recipe
+from dflash_lightning.training.guard import Diverged
 
 # Lightning starts the other ranks of one machine as copies of this command: rank 0 tells them what it decided, because
 # the folder no longer looks the same by then.

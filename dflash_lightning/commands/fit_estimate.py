@@ -13,13 +13,13 @@ from torch import nn
 
 from dflash_lightning.callbacks import SpeculativeEval
 from dflash_lightning.data import DraftData
-from dflash_lightning.data.feature_products import with_products
-from dflash_lightning.model_memory import memory_line
+from dflash_lightning.data.features.products import with_products
+from dflash_lightning.model.memory import memory_line
 from dflash_lightning.module import DraftModule
-from dflash_lightning.module_log import memory_gib
 from dflash_lightning.progress import readable_seconds
 from dflash_lightning.recipe import Parts
 from dflash_lightning.target import FrozenTarget
+from dflash_lightning.training.log import memory_gib
 from dflash_lightning.types import StepContext, TrainBatch
 
 _MOST = 4  # micro-batches measured, the first of which warms up

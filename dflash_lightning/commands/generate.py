@@ -15,7 +15,7 @@ from dflash_lightning.commands.drafts import check_device, find_draft, other_tar
 from dflash_lightning.commands.ready import open_ready, settings_of
 from dflash_lightning.commands.token_stream import GREEN, PLAIN, TokenStream
 from dflash_lightning.data import Prompt, left_out_line, load_prompts
-from dflash_lightning.data.values import checked_text
+from dflash_lightning.data.read.values import checked_text
 from dflash_lightning.decoding.watch import watching
 from dflash_lightning.files import find_file
 from dflash_lightning.run import json_text

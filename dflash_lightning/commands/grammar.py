@@ -9,6 +9,7 @@ from dflash_lightning import __version__
 from dflash_lightning.commands.argument_types import count as _count
 from dflash_lightning.commands.argument_types import ids as _ids
 from dflash_lightning.commands.argument_types import mapping as _mapping
+from dflash_lightning.commands.grammar_develop import SMOKE, add_smoke_arguments
 from dflash_lightning.commands.shared_arguments import (
     DRAFT_HELP,
     TARGET_HELP,
@@ -17,7 +18,7 @@ from dflash_lightning.commands.shared_arguments import (
     add_sampling_arguments,
     add_target_arguments,
 )
-from dflash_lightning.recipe_folders import recipe_names
+from dflash_lightning.recipe.folders import recipe_names
 
 _EPILOG = """\
 a first session:
@@ -63,6 +64,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_check(commands)
     _add_show(commands)
     _add_recipes(commands)
+    add_smoke_arguments(_add(commands, "smoke", *SMOKE))
     return parser
 
 

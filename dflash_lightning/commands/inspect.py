@@ -15,11 +15,11 @@ from dflash_lightning.commands.inspect_against import ServerIds
 from dflash_lightning.commands.inspect_settings import evaluation_files, is_recipe, sets_length
 from dflash_lightning.commands.inspect_text import TokenTable
 from dflash_lightning.data import left_out_line, load_prompts
-from dflash_lightning.data.documents import DataSummary, DocumentMaker, RowOutcome
 from dflash_lightning.data.inspection import BlockAccount, PromptOverlap, supervised_text, training_rows
-from dflash_lightning.data.process import TrainingRows
-from dflash_lightning.data.sources import Source
-from dflash_lightning.recipe_make import make, make_target
+from dflash_lightning.data.read.documents import DataSummary, DocumentMaker, RowOutcome
+from dflash_lightning.data.read.process import TrainingRows
+from dflash_lightning.data.read.sources import Source
+from dflash_lightning.recipe.make import make, make_target
 from dflash_lightning.target import TargetText, load_text
 
 _PIPE_WIDTH = 120  # columns where the output is no terminal

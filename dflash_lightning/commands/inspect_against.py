@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from dflash_lightning.data.inspection import supervised_spans
-from dflash_lightning.data.records import BadRecord
-from dflash_lightning.data.sources import Source
-from dflash_lightning.data.store import MaskedIds
+from dflash_lightning.data.read.records import BadRecord
+from dflash_lightning.data.read.sources import Source
+from dflash_lightning.data.read.store import MaskedIds
 
 WHOLE, PROMPT = "input_ids", "prompt_token_ids"
 _AROUND = 8  # tokens shown on either side of a difference

@@ -9,11 +9,11 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from dflash_lightning.files import RECIPE_FILE, find_file
-from dflash_lightning.recipe_arguments import source_defaults
-from dflash_lightning.recipe_check import early_faults
-from dflash_lightning.recipe_faults import RecipeError, hint_for
-from dflash_lightning.recipe_folders import recipe_names
-from dflash_lightning.recipe_load import load_with_faults
+from dflash_lightning.recipe.arguments import source_defaults
+from dflash_lightning.recipe.check import early_faults
+from dflash_lightning.recipe.faults import RecipeError, hint_for
+from dflash_lightning.recipe.folders import recipe_names
+from dflash_lightning.recipe.load import load_with_faults
 
 READ_BY = "dflash_lightning.data.DraftData"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Callable, Iterator
 
-from dflash_lightning.data.store import MaskedIds
+from dflash_lightning.data.read.store import MaskedIds
 
 _GREEN, _PLAIN = "\x1b[32m", "\x1b[0m"
 _SPACE = "\u00b7"  # shown for a space, which would not be seen at the edge of a token

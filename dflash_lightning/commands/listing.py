@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dflash_lightning.recipe_folders import group_options, recipe_names, recipes_folder, summary_of
-from dflash_lightning.recipe_load import find_recipe
+from dflash_lightning.recipe.folders import group_options, recipe_names, recipes_folder, summary_of
+from dflash_lightning.recipe.load import find_recipe
 
 
 def list_recipes(recipe: str | None = None) -> int:

@@ -100,7 +100,7 @@ def _ready(
         text.max_positions,
         text.name,
         max_new_tokens=settings.max_new_tokens,
-        num_drafts=max(draft.model.alignment.num_drafts for draft in drafts),
+        num_drafts=max(settings.num_drafts(draft.model) for draft in drafts),
         setting="--max-new-tokens",
         call=call,
     )

@@ -6,8 +6,8 @@ import argparse
 
 from dflash_lightning.commands.drafts import find_draft, open_target, open_target_of
 from dflash_lightning.commands.evaluate import settings_of
-from dflash_lightning.data.regenerate import RegenerateReport
-from dflash_lightning.data.regenerate import regenerate as regenerate_file
+from dflash_lightning.regenerate.regenerate import RegenerateReport
+from dflash_lightning.regenerate.regenerate import regenerate as regenerate_file
 
 
 def regenerate(args: argparse.Namespace) -> int:

@@ -19,14 +19,14 @@ from dflash_lightning.commands.report_text import failures, table
 from dflash_lightning.commands.run_figures import PROMPTS_KEY, REPORT_FILE, own_prompts, read_report
 from dflash_lightning.data import Prompt
 from dflash_lightning.data.overlap import ngram_overlap
-from dflash_lightning.data.rows import ChatRow, TextRow, TokenRow
-from dflash_lightning.data.sources import make_sources
+from dflash_lightning.data.read.rows import ChatRow, TextRow, TokenRow
+from dflash_lightning.data.read.sources import make_sources
 from dflash_lightning.decoding import DecodingSettings
 from dflash_lightning.decoding.benchmark import Timing
 from dflash_lightning.decoding.interval import tau_interval
 from dflash_lightning.files import find_file
 from dflash_lightning.machine import machine
-from dflash_lightning.model_files import WEIGHTS_FILE
+from dflash_lightning.model.files import WEIGHTS_FILE
 from dflash_lightning.run import RunFolder, file_digest, json_text, versions
 from dflash_lightning.target import FrozenTarget
 from dflash_lightning.target.served import served_line, served_settings
@@ -142,7 +142,7 @@ def _measure(
         "lossless": bool(evaluation.lossless) and found.same == len(prompts),
         "verdict": found.verdict,
         "prompts": len(prompts),
-        "identical_to_plain_decoding": f"{evaluation.identical} of {evaluation.num_checked}",
+        "identical_to_plain_decoding": f"{evaluation.stats.identical} of {evaluation.stats.compared}",
         "identical_to_transformers_generate": f"{found.same} of {len(prompts)}",
         "differences_from_transformers_generate": [asdict(difference) for difference in found.differences],
         "timed_prompts": found.timed,
@@ -163,7 +163,7 @@ def _measure(
         "max_new_tokens": settings.max_new_tokens,
         "dtype": str(target.dtype).removeprefix("torch."),
         "generation_config": served_settings(target),
-        "served": served_line(target, vars(settings)),
+        "served": served_line(target, settings.summary()),
         "measured_at": time.time(),
         "device": str(target.device),
         "machine": machine(),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from dflash_lightning.decoding import DecodingSettings
 from dflash_lightning.decoding.benchmark import Timing, time_decoders
 from dflash_lightning.decoding.difference import Difference, first_difference
-from dflash_lightning.decoding.evaluation import Evaluation, Evaluator
+from dflash_lightning.decoding.evaluation import Evaluation, Evaluator, compared
 from dflash_lightning.decoding.watch import watching
 from dflash_lightning.model import DraftModel
 from dflash_lightning.target import FrozenTarget
@@ -66,12 +66,9 @@ def decode_for_report(
         **{name: getattr(drafted.stats, name) for name in ("seconds", "cpu_seconds", "cycles", "compiled_cycles")},
     )
     evaluation = Evaluation(
-        stats,
+        compared(stats, len(prompts), differences),
         checked=drafted.stats,
         plain=plain.stats,
-        identical=len(prompts) - len(differences),
-        num_checked=len(prompts),
-        rounded=sum(difference.rounding for difference in differences),
         dtype=others.dtype,
         differences=differences,
         generations=drafted.generations + others.generations,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from dflash_lightning.recipe_check import early_faults
-from dflash_lightning.recipe_explain import named_parts, open_values, settings
-from dflash_lightning.recipe_faults import RecipeError
-from dflash_lightning.recipe_load import load_with_faults, recipe_text
-from dflash_lightning.recipe_tree import plain_tree
+from dflash_lightning.recipe.check import early_faults
+from dflash_lightning.recipe.explain import named_parts, open_values, settings
+from dflash_lightning.recipe.faults import RecipeError
+from dflash_lightning.recipe.load import load_with_faults, recipe_text
+from dflash_lightning.recipe.tree import plain_tree
 
 
 def show(recipe: str, overrides: Sequence[str], *, everything: bool = False) -> int:

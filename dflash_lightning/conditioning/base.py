@@ -64,8 +64,12 @@ class Conditioning(Component, nn.Module, ABC, axis=True):
             "Decode with `dflash generate`."
         )
 
-    def warm_start_layers(self, num_target_layers: int) -> list[int]:
-        """Target decoder layers whose weights ``warm_start`` wants to see; known after ``build``."""
+    def warm_start_layers(self, num_target_layers: int, *, with_drafter: bool) -> list[int]:
+        """Target decoder layers whose weights ``warm_start`` wants to see; none of them means a start at random.
+
+        Known after ``build``. ``with_drafter`` says whether the drafter starts from the target: a conditioning may wish
+        the same, or its own.
+        """
         return []
 
     def warm_start(self, layers: Mapping[int, Mapping[str, Tensor]]) -> None:

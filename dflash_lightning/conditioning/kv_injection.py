@@ -28,6 +28,7 @@ class KVInjection(Conditioning):
     """
 
     name = "kv_injection"
+    initial = frozenset({"num_features"})
 
     def __init__(
         self,
@@ -70,8 +71,10 @@ class KVInjection(Conditioning):
         cache.cursor.add_(keep)
         return _DecodingContext(self.states(hidden), first, cache)
 
-    def warm_start_layers(self, num_target_layers: int) -> list[int]:
-        """The layer that reads the deepest tapped feature itself (the last layer where there is none after it)."""
+    def warm_start_layers(self, num_target_layers: int, *, with_drafter: bool) -> list[int]:
+        """With the drafter: the layer that reads the deepest tapped feature itself (or the last layer)."""
+        if not with_drafter:
+            return []
         return [min(max(self._layer_ids) + 1, num_target_layers - 1)]
 
     @torch.no_grad()

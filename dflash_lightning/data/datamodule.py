@@ -11,20 +11,20 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor
 
 from dflash_lightning.block.base import BlockConstructor
-from dflash_lightning.data.collate import BatchMaker, WindowItem
-from dflash_lightning.data.conversation import Supervise
-from dflash_lightning.data.exact_resume import ExactResume
-from dflash_lightning.data.feature_cache import DTYPES, FeatureCache, make_in_memory
-from dflash_lightning.data.feature_products import FeatureProducts, check_products, with_products
-from dflash_lightning.data.feature_ranks import Ranks, make_on_disk
-from dflash_lightning.data.feature_shards import FeatureShards
-from dflash_lightning.data.loader import PlanSampler, StatefulLoader
-from dflash_lightning.data.packing import Planner, PlanSettings
-from dflash_lightning.data.process import Processing, TrainingRows
-from dflash_lightning.data.sources import make_sources
-from dflash_lightning.data.store import DocumentStore
-from dflash_lightning.data.summary import DataSummary
-from dflash_lightning.data.truncation import Truncate
+from dflash_lightning.data.batch.collate import BatchMaker, WindowItem
+from dflash_lightning.data.batch.exact_resume import ExactResume
+from dflash_lightning.data.batch.loader import PlanSampler, StatefulLoader
+from dflash_lightning.data.batch.packing import Planner, PlanSettings
+from dflash_lightning.data.features.cache import DTYPES, FeatureCache, make_in_memory
+from dflash_lightning.data.features.products import FeatureProducts, check_products, with_products
+from dflash_lightning.data.features.ranks import Ranks, make_on_disk
+from dflash_lightning.data.features.shards import FeatureShards
+from dflash_lightning.data.read.conversation import Supervise
+from dflash_lightning.data.read.process import Processing, TrainingRows
+from dflash_lightning.data.read.sources import make_sources
+from dflash_lightning.data.read.store import DocumentStore
+from dflash_lightning.data.read.summary import DataSummary
+from dflash_lightning.data.read.truncation import Truncate
 from dflash_lightning.target import FrozenTarget
 from dflash_lightning.types import Alignment, FeatureSpec, TrainBatch
 
@@ -57,7 +57,7 @@ class DraftData(LightningDataModule):
             other ranks share; null computes them for every batch.
         cache_dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``; null keeps the target's dtype.
         feature_products: what kept features are computed with: ``"bfloat16"``, ``"float32"``, null (as the target) or
-            ``"auto"``: the first where this CPU measures fast, else the second (see ``data.feature_products``).
+            ``"auto"``: the first where this CPU measures fast, else the second (see ``data.features.products``).
         features_folder: where ``"disk"`` keeps them, in a folder per data, target and layers; null is
             ``~/.cache/dflash_lightning/features``.
         limit: read only that many rows of every source that sets no limit itself.
@@ -311,7 +311,7 @@ class DraftData(LightningDataModule):
         # Loaders are made (by ``estimated_stepping_batches`` in configure_optimizers) before the module's fit starts.
         target = self.target if self.trainer is None else self.target.to(self.trainer.strategy.root_device)
         target = with_products(target, self.feature_products)
-        row_tokens = self.row_tokens if self.packing and self.feature_products is None else None
+        row_tokens = self.row_tokens if self.packing and target is self.target else None
         store, dtype = self.documents, self.cache_dtype
         if self.cache_features == "ram":
             return make_in_memory(

@@ -12,13 +12,13 @@ from jaxtyping import Bool
 from transformers import PreTrainedTokenizerBase
 
 from dflash_lightning.block import BlockConstructor
-from dflash_lightning.data.conversation import ChatRenderer, UnusableRow
-from dflash_lightning.data.messages import Message
 from dflash_lightning.data.overlap import OverlapCounter
-from dflash_lightning.data.process import Processing, TrainingRows
-from dflash_lightning.data.prompts import Prompt
-from dflash_lightning.data.sources import make_sources
-from dflash_lightning.data.store import MaskedIds
+from dflash_lightning.data.read.conversation import ChatRenderer, UnusableRow
+from dflash_lightning.data.read.messages import Message
+from dflash_lightning.data.read.process import Processing, TrainingRows
+from dflash_lightning.data.read.prompts import Prompt
+from dflash_lightning.data.read.sources import make_sources
+from dflash_lightning.data.read.store import MaskedIds
 from dflash_lightning.types import Alignment
 
 NGRAM = 13  # words; see ``data.overlap``

@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from functools import partial
+from typing import Literal
 
-from dflash_lightning.decoding.builder import BestChain, DraftBuilder, SampledChain
+from dflash_lightning.decoding.builder import BestChain, DraftBuilder
+from dflash_lightning.decoding.choice import choose_strategies
 from dflash_lightning.decoding.draft_proposer import DraftProposer
 from dflash_lightning.decoding.head import make_decoding_head
-from dflash_lightning.decoding.loop import OnRound, Parts, check_compatible, decode_batch
+from dflash_lightning.decoding.loop import OnRound, decode_batch
 from dflash_lightning.decoding.noise import Noise
+from dflash_lightning.decoding.parts import DecodeParts, check_compatible
+from dflash_lightning.decoding.policy import WidthPolicy
 from dflash_lightning.decoding.proposer import NoDrafts, Proposer
 from dflash_lightning.decoding.sampling import Sampler, SamplingSpec
 from dflash_lightning.decoding.stats import DecodeStats
 from dflash_lightning.decoding.types import Generation
-from dflash_lightning.decoding.verify import MatchVerifier, TokenVerifier, Verifier
+from dflash_lightning.decoding.verifier import MatchVerifier, Verifier
 from dflash_lightning.model import DraftModel
 from dflash_lightning.ops.plain_mode import plain_mode
 from dflash_lightning.target import FrozenTarget, TargetAdapter
-from dflash_lightning.target.room import check_room, positions_needed
+from dflash_lightning.target.room import check_room
 from dflash_lightning.types import FeatureSpec
-
-VerifierName = Literal["auto", "greedy", "match", "token"]
 
 
 @dataclass
@@ -38,13 +41,11 @@ class SpeculativeDecoder:
     """Decodes a target faster than it can itself, without changing what it says.
 
     ``draft`` null decodes plainly through the same loop: the baseline of every speed-up, and of every losslessness
-    check. ``verifier``: ``greedy`` (longest match, temperature 0), ``match`` (argmax drafts against the target's own
-    draws; equal to plain decoding token for token, also above 0), ``token`` (sampled drafts and rejection; accepts
-    more above 0); ``auto`` is ``greedy`` at temperature 0 and ``token`` above. Buffers hold ``batch_size`` rows of
-    ``max_length`` tokens, prompt included. The drafter is copied at the start of every ``decode``: training it further
-    needs no call here, and decoding changes nothing about it (weights, gradients, modes), nor any random state.
-    ``compile`` ``"auto"`` compiles the draft step only when the tokens asked for in one ``decode`` pay it back.
-    ``shown`` false leaves out the line that announces compilation.
+    check. ``builder``, ``policy`` and ``verifier`` null mean by temperature, see ``choose_strategies``; plain decoding
+    has no use for them. Buffers hold ``batch_size`` rows of ``max_length`` tokens, prompt included. The drafter is
+    copied at the start of every ``decode``: training it further needs no call here, and decoding changes nothing about
+    it (weights, gradients, modes), nor any random state. ``compile`` ``"auto"`` compiles the draft step only when the
+    tokens asked for in one ``decode`` pay it back. ``shown`` false leaves out the line that announces compilation.
     """
 
     def __init__(
@@ -53,32 +54,43 @@ class SpeculativeDecoder:
         draft: DraftModel | None,
         *,
         sampling: SamplingSpec = SamplingSpec(),  # noqa: B008 (frozen)
-        verifier: VerifierName = "auto",
+        builder: DraftBuilder | None = None,
+        policy: WidthPolicy | None = None,
+        verifier: Verifier | None = None,
+        block_size: int | None = None,
         max_length: int,
         batch_size: int = 1,
         compile: bool | Literal["auto"] = True,
-        packed: bool = True,
+        prepacked: bool = True,
         shown: bool = True,
     ) -> None:
-        name = resolve_verifier(verifier, sampling)
+        builder, verifier = choose_strategies(builder, policy, verifier, sampling)
         self.target = target
         self.max_length = max_length
         self.batch_size = batch_size
-        sampler = Sampler(sampling, Noise(sampling.seed))
-        by_rejection = name == "token" and draft is not None
+        self.block_size = block_size
         with plain_mode(target.device):
-            adapter = TargetAdapter(target, FeatureSpec() if draft is None else draft.required(), packed=packed)
+            adapter = TargetAdapter(target, FeatureSpec() if draft is None else draft.required(), prepacked=prepacked)
             self._adapter = adapter
-            self._draft, self._packed, self._shown = draft, packed, shown
+            self._draft, self._prepacked, self._shown = draft, prepacked, shown
             self._compile, self._too_few = compile, 0  # tokens that were seen not to pay for compiling
             self._head = (
-                None if draft is None else make_decoding_head(draft.head_of(target.lm), adapter.head, packed=packed)
+                None
+                if draft is None
+                else make_decoding_head(draft.head_of(target.lm), adapter.head, prepacked=prepacked)
             )
             self.proposer: Proposer = self._make_proposer()
-        judge: Verifier = TokenVerifier(sampler) if by_rejection else MatchVerifier(sampler)
-        builder: DraftBuilder = SampledChain(sampler, target.facts.vocab_size) if by_rejection else BestChain()
-        self.parts = Parts(adapter, self.proposer, builder, judge)
-        check_compatible(self.parts)
+            if draft is None:  # the target's own draws, which a verifier by rejection would take from other noise
+                builder, verifier, policy = BestChain(), MatchVerifier(), None
+            sampler = Sampler(sampling, Noise(sampling.seed))
+            if adapter.max_batch is not None and batch_size > adapter.max_batch:
+                raise ValueError(
+                    f"decoding.batch_size: {batch_size}, but {target.facts.name} can decode {adapter.max_batch} texts "
+                    f"at once. Use {adapter.max_batch} or fewer."
+                )
+            own_policy = copy.deepcopy(policy)  # it may keep what it has seen
+            self.parts = DecodeParts(adapter, self.proposer, builder, verifier, sampler, own_policy)
+            check_compatible(self.parts)
 
     def _make_proposer(self) -> Proposer:
         if self._draft is None or self._head is None:
@@ -90,7 +102,8 @@ class SpeculativeDecoder:
             max_length=self.max_length,
             head=self._head,
             compile=self._compile is True,
-            packed=self._packed,
+            block_size=self.block_size,
+            prepacked=self._prepacked,
             shown=self._shown,
         )
 
@@ -125,11 +138,6 @@ class SpeculativeDecoder:
                 if self._compile == "auto" and not self.proposer.compiled and new_tokens > self._too_few:
                     self.proposer.compile_if_it_pays(new_tokens)
                     self._too_few = new_tokens
-
-    @property
-    def repeatable(self) -> bool:
-        """Whether outputs equal plain decoding's token for token; by rejection they are only distributed alike."""
-        return isinstance(self.parts.verifier, MatchVerifier) or self.parts.verifier.sampler.spec.greedy
 
     def decode(
         self,
@@ -180,32 +188,7 @@ class SpeculativeDecoder:
         for i, prompt in enumerate(prompts):
             if not prompt:
                 raise ValueError(f"prompts[{i}] is empty. Give at least one token, for example the bos token.")
-            needed = positions_needed(len(prompt), max_new_tokens)  # drafts past the end have rows of their own
-            if needed > self.max_length:
-                raise ValueError(
-                    f"prompts[{i}]: {len(prompt)} tokens and max_new_tokens={max_new_tokens} need {needed} rows, but "
-                    f"the decoder was made for max_length={self.max_length}. "
-                    "Shorten the prompt, lower max_new_tokens or raise max_length."
-                )
-        check_room(
-            [len(prompt) for prompt in prompts],
-            self.target.facts.max_positions,
-            self.target.facts.name,
-            max_new_tokens=max_new_tokens,
-            num_drafts=self.proposer.num_drafts,
-            call=lambda place: f"prompts[{place}]",
-        )
-
-
-def resolve_verifier(name: str, sampling: SamplingSpec) -> str:
-    """The verifier that ``name`` means at this temperature; refuses one that would ignore the temperature."""
-    if name not in get_args(VerifierName):
-        raise ValueError(f"decoding.verifier: {name!r} is unknown. Use one of {list(get_args(VerifierName))}.")
-    if name == "auto":
-        return "greedy" if sampling.greedy else "token"
-    if name == "greedy" and not sampling.greedy:
-        raise ValueError(
-            f"decoding.verifier: 'greedy' at temperature {sampling.temperature} would ignore the temperature. "
-            "Use temperature 0, or verifier 'match' or 'token'."
-        )
-    return name
+        facts, lengths = self.target.facts, [len(prompt) for prompt in prompts]
+        check = partial(check_room, lengths, max_new_tokens=max_new_tokens, call=lambda place: f"prompts[{place}]")
+        check(self.max_length, "this decoder", wider="a larger max_length")  # drafts past the end have their own rows
+        check(facts.max_positions, facts.name, num_drafts=self.proposer.num_drafts)

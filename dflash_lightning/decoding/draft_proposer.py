@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import sys
 import time
 from collections.abc import Callable
@@ -14,12 +15,12 @@ from torch import Tensor, nn
 from dflash_lightning.decoding.compiled import CANNOT_COMPILE, GraphCounter, warn_uncompiled
 from dflash_lightning.decoding.head import DecodingHead
 from dflash_lightning.decoding.proposer import Proposer
-from dflash_lightning.decoding.types import Scores
+from dflash_lightning.decoding.types import Round, Verdict
 from dflash_lightning.model import DraftModel
 from dflash_lightning.ops.row_product import RowProduct, can_multiply
 from dflash_lightning.ops.shallow_copy import copy_tree
 from dflash_lightning.target import FrozenTarget
-from dflash_lightning.types import FeatureSpec, TargetFeatures
+from dflash_lightning.types import FeatureSpec, Scores, TargetFeatures
 
 PROMPT_ROWS = 64
 # What compiling costs, and what it saves at most: a graph cannot be quicker than nothing. Measured: 11 s with a warm
@@ -35,7 +36,7 @@ class DraftProposer(Proposer):
     The context is everything committed before the root. Prompts are taken in by chunks of ``PROMPT_ROWS``; a round
     takes in what the target computed in the round before and drafts, in one step. Both are functions of static shape,
     compiled once; the language head runs outside of them, since its rows may be packed. Rows beyond the batch given to
-    ``start`` are padding up to ``batch_size``.
+    ``start`` are padding up to ``batch_size``. ``block_size`` feeds the drafter fewer slots than it was trained with.
     """
 
     def __init__(
@@ -47,7 +48,8 @@ class DraftProposer(Proposer):
         max_length: int,
         head: DecodingHead,
         compile: bool,
-        packed: bool = True,
+        block_size: int | None = None,
+        prepacked: bool = True,
         shown: bool = True,
     ) -> None:
         self.shown = shown
@@ -55,12 +57,13 @@ class DraftProposer(Proposer):
         self.source = draft
         self.batch_size = batch_size
         self.lm = head
-        self.num_drafts = draft.alignment.num_drafts
+        self.block_size = draft.config.block_size if block_size is None else block_size
+        self.num_drafts = num_drafts(draft, block_size)
         self.graphs = GraphCounter()
         self.compiled = compile
         self.weights = _decode_copy(draft, target)
         self.products: dict[nn.Linear, RowProduct] = {}
-        self.model = self._with_row_products() if packed else self.weights
+        self.model = self._with_row_products() if prepacked else self.weights
         chunk_rows = max(PROMPT_ROWS, draft.config.block_size)  # whatever is written past the cursor at once
         self.cache = self.model.make_cache(batch_size=batch_size, max_length=max_length, chunk_rows=chunk_rows)
         self._make_buffers()
@@ -74,7 +77,7 @@ class DraftProposer(Proposer):
         """What the steps read, at fixed addresses: slot embeddings, feature rows and how many of them count."""
         config, device = self.model.config, self.target.device
         dtype = self.model.dtype
-        masks = torch.full((self.batch_size, config.block_size), config.mask_token_id, device=device)
+        masks = torch.full((self.batch_size, self.block_size), config.mask_token_id, device=device)
         self.slots = self.target.embed(masks).to(dtype).clone()
         shape = len(self.required().layer_ids), config.target_hidden_size
         self.prompt_rows = torch.zeros(self.batch_size, PROMPT_ROWS, *shape, dtype=dtype, device=device)
@@ -93,9 +96,10 @@ class DraftProposer(Proposer):
         return copied
 
     def refresh(self) -> None:
-        """Copy the weights of the drafter as it is now."""
-        for mine, theirs in zip(self.weights.parameters(), self.source.parameters(), strict=True):
-            mine.copy_(theirs)
+        """Copy the drafter as it is now: its weights, and what it keeps beside them (statistics, temperatures)."""
+        theirs = self.source.state_dict()
+        for name, mine in self.weights.state_dict().items():
+            mine.copy_(theirs[name])
         for linear, product in self.products.items():
             product.refresh(linear.weight)
 
@@ -147,7 +151,7 @@ class DraftProposer(Proposer):
         self._absorb(self.prompt_rows, self.keep)
         self._step(self.slots, self.round_rows, self.keep)
 
-    def start(self, features: TargetFeatures, lengths: Int[Tensor, " B"]) -> None:
+    def start(self, features: TargetFeatures, lengths: Int[Tensor, " B"], roots: Int[Tensor, " B"]) -> None:
         assert self._absorb is not None, "warm_up comes before decoding"
         self.cache.cursor.zero_()
         hidden = features.select(self.required().layer_ids)
@@ -158,13 +162,13 @@ class DraftProposer(Proposer):
             self._absorb(self.prompt_rows, self.keep)
         self.keep.zero_()
 
-    def propose(self, roots: Int[Tensor, " B"]) -> Scores:
+    def propose(self, roots: Int[Tensor, " B"], where: Round) -> Scores:
         assert self._step is not None, "warm_up comes before decoding"
         self.slots[: len(roots), 0].copy_(self.target.embed(roots))
         hidden = self._step(self.slots, self.round_rows, self.keep)[: len(roots)]
-        return Scores(self.model.head.logits(hidden, self.lm), self.lm.ids)
+        return self.model.open(hidden, roots, self.lm)
 
-    def ingest(self, features: TargetFeatures, keep: Int[Tensor, " B"]) -> None:
+    def ingest(self, features: TargetFeatures, keep: Int[Tensor, " B"], verdict: Verdict) -> None:
         self._load(self.round_rows, features.select(self.required().layer_ids), keep)
 
     def _load(self, rows: Tensor, hidden: Float[Tensor, "b r T Ht"], keep: Int[Tensor, " b"]) -> None:
@@ -174,10 +178,26 @@ class DraftProposer(Proposer):
         self.keep[: len(keep)].copy_(keep)
 
 
+def num_drafts(draft: DraftModel, block_size: int | None) -> int:
+    """Tokens drafted per round where the drafter is fed ``block_size`` slots, the root's included; null: all it has.
+
+    Raises:
+        ValueError: it was trained with fewer slots.
+    """
+    own = draft.alignment
+    if block_size is None:
+        return own.num_drafts
+    if not 2 <= block_size <= own.block_size:
+        raise ValueError(
+            f"decoding.block_size: {block_size} slots, but the drafter was trained with {own.block_size}. Use a number "
+            f"from 2 to {own.block_size}, or null for all of them."
+        )
+    return dataclasses.replace(own, block_size=block_size).num_drafts
+
+
 def _decode_copy(draft: DraftModel, target: FrozenTarget) -> DraftModel:
-    """``draft`` in the target's dtype and on its device, without gradients; its one buffer holds token ids."""
+    """``draft`` in the target's dtype and on its device, without gradients; buffers of token ids stay whole numbers."""
     model = copy.deepcopy(draft).eval().requires_grad_(False)
-    model.to(device=target.device)
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(target.dtype)
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data = tensor.data.to(target.device, target.dtype if tensor.is_floating_point() else tensor.dtype)
     return model

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from dflash_lightning.decoding.decoder import DecodeResult, SpeculativeDecoder
@@ -25,20 +25,17 @@ _TIMED_AGAIN = 2  # prompts that are decoded plainly in every evaluation, for th
 class Evaluation:
     """What one evaluation found, as sums that add over ranks.
 
-    ``stats`` covers every prompt; ``checked`` the same drafter on prompts that this evaluation decoded plainly as
-    well, ``plain`` those prompts decoded through the same loop without drafts. ``identical`` of ``num_checked``
-    outputs equal the plain ones token for token; where sampling goes by rejection, outputs need not be equal and
-    ``num_checked`` is 0. In float32 they must be identical. Lower precisions round one token and a block of tokens
-    differently: ``rounded`` counts outputs that leave the plain one at a near tie, which may fall either way.
-    ``differences`` and ``generations`` (of all prompts, in their order) are this rank's.
+    ``stats`` covers every prompt; ``checked`` the same drafter on prompts that this evaluation decoded plainly as well,
+    ``plain`` those prompts decoded through the same loop without drafts. ``stats.identical`` of ``stats.compared``
+    outputs equal the plain ones token for token; where sampling goes by rejection, outputs need not be equal and none
+    is compared. In float32 they must be identical. Lower precisions round one token and a block of tokens differently:
+    ``stats.rounded`` counts outputs that leave the plain one at a near tie, which may fall either way. ``differences``
+    and ``generations`` (of all prompts, in their order) are this rank's.
     """
 
     stats: DecodeStats
     checked: DecodeStats
     plain: DecodeStats
-    identical: int
-    num_checked: int
-    rounded: int = 0
     dtype: str = "float32"
     batch_size: int = 1
     differences: list[Difference] = field(default_factory=list)
@@ -52,12 +49,13 @@ class Evaluation:
     @property
     def lossless(self) -> bool | None:
         """Whether every checked output is the plain one; null where nothing was checked."""
-        return self.identical == self.num_checked if self.num_checked else None
+        stats = self.stats
+        return stats.identical == stats.compared if stats.compared else None
 
     @property
     def broken(self) -> bool:
         """Whether outputs differ that must not: any in float32, and elsewhere those that rounding cannot explain."""
-        return self.identical + self.rounded < self.num_checked
+        return self.stats.identical + self.stats.rounded < self.stats.compared
 
     @property
     def verdict(self) -> str:
@@ -92,7 +90,7 @@ class Evaluation:
             "decode/draft_ms": stats.stage_ms("draft"),
             "decode/verify_ms": stats.stage_ms("verify"),
             "decode/commit_ms": stats.stage_ms("commit"),
-            "decode/identical_share": self.identical / self.num_checked if self.num_checked else float("nan"),
+            "decode/identical_share": stats.identical_share,
         }
         if self.batch_size == 1:
             figures["decode/s_per_token"] = stats.s_per_token()
@@ -108,9 +106,9 @@ class Evaluation:
             "batch_size": self.batch_size,
             "lossless": self.lossless,
             "verdict": self.verdict,
-            "checked_prompts": self.num_checked,
-            "identical_prompts": self.identical,
-            "rounded_prompts": self.rounded,
+            "checked_prompts": self.stats.compared,
+            "identical_prompts": self.stats.identical,
+            "rounded_prompts": self.stats.rounded,
             "differences": [asdict(difference) for difference in self.differences],
             "speedup_over_plain": self.speedup,
             "plain_s_per_token": self.plain.s_per_token(),
@@ -144,7 +142,8 @@ class Evaluation:
         lines = []
         if self.checked.generated:
             speed = "" if self.speedup is None else f"{self.speedup:.2f}x its speed, "
-            count = f" ({self.identical} of {self.num_checked} outputs identical)" if self.num_checked else ""
+            same, compared = self.stats.identical, self.stats.compared
+            count = f" ({same} of {compared} outputs identical)" if compared else ""
             lines.append(f"  against plain decoding  {speed}lossless: {self.verdict}{count}")
         if self.differences:
             shown = "; ".join(map(str, self.differences[:_SHOWN_DIFFERENCES]))
@@ -159,7 +158,7 @@ class Evaluation:
         if self.broken:
             kind = "float32 rounds both alike" if self.dtype == "float32" else "rounding cannot explain it"
             found.append(
-                f"warning: {self.num_checked - self.identical - self.rounded} outputs are not the "
+                f"warning: {self.stats.compared - self.stats.identical - self.stats.rounded} outputs are not the "
                 f"target's own, and {kind}. Decoding is at fault: the figures are worth nothing"
             )
         return [warning for warning in found if warning is not None]
@@ -207,7 +206,7 @@ class Evaluator:
             target.facts.max_positions,
             target.facts.name,
             max_new_tokens=settings.max_new_tokens,
-            num_drafts=draft.alignment.num_drafts,
+            num_drafts=settings.num_drafts(draft),
         )
         self._longest = max((len(prompt) for prompt in prompts), default=1)
         self._decoder: SpeculativeDecoder | None = None
@@ -216,7 +215,7 @@ class Evaluator:
     def __call__(self, what: str = "decoding") -> Evaluation:
         """Decode all prompts; ``what`` is what the bar says meanwhile."""
         if not self.prompts:
-            empty = DecodeStats(self.draft.alignment.num_drafts)
+            empty = DecodeStats(self.settings.num_drafts(self.draft))
             return self._found(empty, empty, DecodeStats(0), [])
         if self._decoder is None:
             self._decoder = self.settings.make_decoder(
@@ -236,7 +235,7 @@ class Evaluator:
         return min(self.num_checked, _TIMED_AGAIN) if self.settings.batch_size == 1 else 0
 
     def _evaluate(self, decoder: SpeculativeDecoder, watch: OnRound) -> Evaluation:
-        drafts = self.draft.alignment.num_drafts
+        drafts = self.settings.num_drafts(self.draft)
         drafted, timed = DecodeResult([], DecodeStats(drafts)), DecodeResult([], DecodeStats(drafts))
         plain = DecodeResult([], DecodeStats(0))
         for some in self._turns():
@@ -248,7 +247,7 @@ class Evaluator:
                 timed, plain = _joined(timed, answer), self.plain  # no time is taken in batches: what is kept will do
         if self.plain is None:
             self.plain = plain
-        expected = [g.output_ids for g in self.plain.generations] if self.settings.repeatable else []
+        expected = [g.output_ids for g in self.plain.generations] if decoder.parts.repeatable else []
         return self._found(drafted.stats, timed.stats, plain.stats, drafted.generations, expected)
 
     def _turns(self) -> list[slice]:
@@ -275,12 +274,9 @@ class Evaluator:
         found = [self._difference(i, generations[i].output_ids, output) for i, output in enumerate(expected)]
         differences = [difference for difference in found if difference is not None]
         return Evaluation(
-            stats,
+            compared(stats, len(expected), differences),
             checked,
             plain,
-            identical=len(expected) - len(differences),
-            num_checked=len(expected),
-            rounded=sum(difference.rounding for difference in differences),
             dtype=str(self.target.dtype).removeprefix("torch."),
             batch_size=self.settings.batch_size,
             differences=differences,
@@ -305,6 +301,12 @@ class Evaluator:
             request_ids=self.request_ids[which],
             on_round=watch,
         )
+
+
+def compared(stats: DecodeStats, count: int, differences: list[Difference]) -> DecodeStats:
+    """``stats`` of decoding of which ``count`` outputs were held against plain ones, and ``differences`` found."""
+    rounded = sum(difference.rounding for difference in differences)
+    return replace(stats, compared=count, identical=count - len(differences), rounded=rounded)
 
 
 def _joined(first: DecodeResult, second: DecodeResult) -> DecodeResult:

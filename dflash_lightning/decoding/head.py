@@ -1,4 +1,4 @@
-"""The language head of decoding: the target's rows, packed where that is faster."""
+"""The language head of decoding: the target's rows, prepacked where that is faster."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class DecodingHead(LanguageHead):
         return self.activate(self.product(hidden.to(self.weight.device, self.weight.dtype)))
 
 
-def make_decoding_head(lm: LanguageHead, whole: nn.Module, *, packed: bool) -> DecodingHead:
+def make_decoding_head(lm: LanguageHead, whole: nn.Module, *, prepacked: bool) -> DecodingHead:
     """``lm`` for decoding; over the full vocabulary it shares ``whole``, the head that the target decodes with."""
     product = whole
     if lm.ids is not None:
@@ -30,5 +30,5 @@ def make_decoding_head(lm: LanguageHead, whole: nn.Module, *, packed: bool) -> D
         product.weight = nn.Parameter(lm.weight.detach(), requires_grad=False)
         if lm.bias is not None:
             product.bias = nn.Parameter(lm.bias.detach(), requires_grad=False)
-        product = pack_linears(product) if packed else product
-    return DecodingHead(lm.weight, lm.bias, lm.scale, lm.softcap, lm.ids, product=product)
+        product = pack_linears(product) if prepacked else product
+    return DecodingHead(lm.weight, lm.bias, lm.scale, lm.softcap, lm.ids, lm.embedding, product=product)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -27,6 +28,10 @@ class Law:
         if self.ids is None:
             return self.mass.gather(-1, tokens[..., None])[..., 0]
         return (self.mass * (self.ids == tokens[..., None])).sum(-1)
+
+    def at(self, index: Any) -> Law:
+        """Some rows of the law: ``index`` is what would choose them from a tensor of its rows."""
+        return Law(self.mass[index], None if self.ids is None else self.ids[index])
 
     def dense(self, vocab_size: int) -> Float[Tensor, "*rows V"]:
         """The probability of every token."""
@@ -63,13 +68,13 @@ def truncated_law(scores: Float[Tensor, "*rows V"], top_k: int | None, top_p: fl
     if top_p == 1.0:
         top_p = None
     if top_k is not None and top_k < scores.shape[-1]:
-        values, ids = _best(scores, top_k)
+        values, ids = highest(scores, top_k)
         mass = values.softmax(-1)
         return Law(mass if top_p is None else _cut(mass, top_p), ids)
     if top_p is None:
         return Law(scores.softmax(-1))
     if scores.shape[-1] > _NUCLEUS:
-        values, ids = _best(scores, _NUCLEUS)
+        values, ids = highest(scores, _NUCLEUS)
         mass = (values - scores.logsumexp(-1, keepdim=True)).exp()
         if bool((mass[..., :-1].sum(-1) >= top_p).all()):
             return Law(_cut(mass, top_p), ids)
@@ -83,7 +88,9 @@ def _cut(mass: Tensor, top_p: float) -> Tensor:
     return mass / mass.sum(-1, keepdim=True)
 
 
-def _best(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def highest(
+    scores: Float[Tensor, "*rows V"], count: int
+) -> tuple[Float[Tensor, "*rows {count}"], Int[Tensor, "*rows {count}"]]:
     """Values and ids of exactly the ``count`` best of each row, in falling order, ties by lowest id."""
     values, ids = scores.topk(count)
     last = values[..., -1:]

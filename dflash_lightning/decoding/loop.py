@@ -1,68 +1,22 @@
-"""The decoding loop: propose, verify, commit, repeat.
+"""The decoding loop: propose, build, cut, verify, commit, repeat.
 
-It knows no method: greedy and sampled chains and plain decoding differ in the parts it is given.
+It knows no method: chains, trees and plain decoding, greedy and sampled, differ in the parts it is given.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float, Int
-from torch import Tensor
 
-from dflash_lightning.decoding.builder import DraftBuilder
-from dflash_lightning.decoding.proposer import Proposer
+from dflash_lightning.decoding.cut import cut_draft
+from dflash_lightning.decoding.outcome import RowOutcome, read_outcomes
+from dflash_lightning.decoding.parts import DecodeParts
 from dflash_lightning.decoding.stats import DecodeStats, StageClock
-from dflash_lightning.decoding.types import Draft, Generation, Round, Verdict
-from dflash_lightning.decoding.verify import Verifier
-from dflash_lightning.types import TargetFeatures
+from dflash_lightning.decoding.types import Generation, Round
 
 # Called with (request id, new tokens, whether each was drafted) for the first token and after every round.
 OnRound = Callable[[int, list[int], list[bool]], None]
-
-
-@runtime_checkable
-class CachedTarget(Protocol):
-    """What the loop asks of a target: ``TargetAdapter`` is one.
-
-    ``prefill`` returns the logits after each prompt, the features of its positions and the prompts' lengths. ``verify``
-    runs roots and drafts at the positions after what is committed and returns logits and features of each; ``commit``
-    keeps the first ``keep[b]`` of these and takes the rest back.
-    """
-
-    def prefill(self, prompts: list[list[int]]) -> tuple[Float[Tensor, "B V"], TargetFeatures, Int[Tensor, " B"]]: ...
-
-    def verify(self, tokens: Int[Tensor, "B W"]) -> tuple[Float[Tensor, "B W V"], TargetFeatures]: ...
-
-    def commit(self, keep: Int[Tensor, " B"]) -> None: ...
-
-
-@dataclass(frozen=True)
-class Parts:
-    """What the loop runs."""
-
-    target: CachedTarget
-    proposer: Proposer
-    builder: DraftBuilder
-    verifier: Verifier
-
-
-def check_compatible(parts: Parts) -> None:
-    """Refuse parts that would decode something else than the target's own text.
-
-    Raises:
-        ValueError: the drafts are not of a kind that the verifier judges losslessly.
-    """
-    drawn, judged = parts.builder.drawn, parts.verifier.drawn
-    if parts.proposer.num_drafts and drawn not in judged:
-        raise ValueError(
-            f"decoding.verifier: {type(parts.verifier).__name__} judges {sorted(judged)} drafts, but "
-            f"{type(parts.builder).__name__} makes {drawn!r} ones, for which its output would not be distributed as "
-            "the target's. Use the match verifier for drafts chosen without chance, or a builder that samples."
-        )
 
 
 def clip(tokens: list[int], room: int, stop_ids: Collection[int]) -> list[int]:
@@ -74,7 +28,7 @@ def clip(tokens: list[int], room: int, stop_ids: Collection[int]) -> list[int]:
 
 @torch.no_grad()
 def decode_batch(
-    parts: Parts,
+    parts: DecodeParts,
     prompts: Sequence[list[int]],
     requests: Sequence[int],
     *,
@@ -88,27 +42,36 @@ def decode_batch(
     clock = StageClock(stats)
     logits, features, lengths = parts.target.prefill(list(prompts))
     ids = torch.tensor(list(requests), device=lengths.device)
-    roots = parts.verifier.sampler.choose(logits[:, None], ids, lengths[:, None])[:, 0]
+    roots = parts.sampler.choose(logits[:, None], ids, lengths[:, None])[:, 0]
     book.first(roots.tolist())
-    parts.proposer.start(features, lengths)
+    parts.proposer.start(features, lengths, roots)
+    if parts.policy is not None:
+        parts.policy.start(Round(ids, lengths, 0))
     clock.ends("prefill")
 
     index = 0
     while any(book.live):
         where = Round(ids, lengths, index)
-        draft = parts.builder.build(roots, parts.proposer.propose(roots), where)
+        scores = parts.proposer.propose(roots, where)
+        draft = parts.builder.build(roots, scores, where, parts.sampler)
+        narrowed = [False] * len(prompts)
+        if parts.policy is not None:
+            draft.signals = {**scores.signals, **draft.signals}
+            draft, narrowed = cut_draft(draft, parts.policy, where, book.live)
         clock.ends("draft")
-        logits, features = parts.target.verify(draft.tokens)
-        verdict = parts.verifier.verify(draft, logits, where)
+        logits = parts.target.verify(draft.tokens, parents=draft.parents, live=draft.live)
+        verdict = parts.verifier.verify(draft, logits, where, parts.sampler)
         roots = verdict.following
-        committed = _on_host(draft, verdict)  # the one wait for the device per round
+        outcomes = read_outcomes(draft, verdict)  # the one wait for the device per round
         clock.ends("verify")
-        keep = torch.tensor([len(tokens) * live for tokens, live in zip(committed, book.live, strict=True)])
-        parts.target.commit(keep)
-        parts.proposer.ingest(features, keep)
+        keep = torch.tensor([len(row.tokens) * live for row, live in zip(outcomes, book.live, strict=True)])
+        features = parts.target.commit(verdict.path, keep)
+        parts.proposer.ingest(features, keep, verdict)
         lengths = lengths + keep.to(lengths.device)
+        if parts.policy is not None:
+            parts.policy.observe(draft, verdict, logits)
         clock.ends("commit")
-        book.enter(committed, draft.tokens.shape[1] - 1, stats)
+        book.enter(outcomes, narrowed, stats)
         clock.ends("host")
         stats.cycles += 1
         stats.compiled_cycles += parts.proposer.compiled
@@ -119,14 +82,8 @@ def decode_batch(
     return book.generations
 
 
-def _on_host(draft: Draft, verdict: Verdict) -> list[list[int]]:
-    """Accepted drafts and the token after them, per row."""
-    columns = torch.cat([verdict.accepted[:, None], verdict.following[:, None], draft.tokens[:, 1:]], dim=1)
-    return [[*row[2 : 2 + row[0]], row[1]] for row in columns.tolist()]
-
-
 class _Book:
-    """Who has been given which tokens: cuts at stop tokens and lengths, counts, tells the listener."""
+    """The answers so far: cuts them at stop tokens and lengths, counts, and tells the listener."""
 
     def __init__(
         self,
@@ -147,20 +104,21 @@ class _Book:
     def first(self, tokens: list[int]) -> None:
         """The token after the prompt, which no round has drafted."""
         for generation, token in zip(self.generations, tokens, strict=True):
-            self._give(generation, [token], drafted=0)
+            self._append(generation, [token], drafted=0)
 
-    def enter(self, committed: list[list[int]], width: int, stats: DecodeStats) -> None:
+    def enter(self, outcomes: list[RowOutcome], narrowed: list[bool], stats: DecodeStats) -> None:
         """The outcome of a round, for the rows that had not ended before it."""
-        for generation, tokens in zip(self.generations, committed, strict=True):
+        for generation, row, cut in zip(self.generations, outcomes, narrowed, strict=True):
             if generation.finish is not None:
                 continue
-            accepted = len(tokens) - 1
-            count = self._give(generation, tokens, drafted=accepted)
+            accepted = len(row.tokens) - 1
+            count = self._append(generation, row.tokens, drafted=accepted)
             generation.committed.append(count)
             generation.accepted.append(accepted)
-            stats.add_round(width=width, accepted=accepted, committed=count)
+            stats.add_round(depth=row.offered, nodes=row.nodes, accepted=accepted, committed=count, narrowed=cut)
 
-    def _give(self, generation: Generation, tokens: list[int], *, drafted: int) -> int:
+    def _append(self, generation: Generation, tokens: list[int], *, drafted: int) -> int:
+        """Add what still belongs to the answer; returns how many tokens that is."""
         tokens = clip(tokens, self.max_new_tokens - len(generation.output_ids), self.stop_ids)
         generation.output_ids += tokens
         if tokens[-1] in self.stop_ids:

@@ -8,34 +8,43 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from dflash_lightning.decoding.types import Scores
-from dflash_lightning.types import FeatureSpec, TargetFeatures
+from dflash_lightning.decoding.types import Round, Verdict
+from dflash_lightning.types import FeatureSpec, Scores, TargetFeatures
 
 
 class Proposer(ABC):
     """Drafts ``num_drafts`` tokens after each root. It always drafts them all: shapes are static, cuts come later.
 
-    Called by the loop under no_grad: ``start`` once per batch, then ``propose`` and ``ingest`` in turn.
+    Called by the loop under no_grad: ``start`` once per batch, then ``propose`` and ``ingest`` in turn. ``signals``
+    names what its scores offer to policies.
     """
 
     num_drafts: int
     compiled: bool = False
+    signals: tuple[str, ...] = ()
 
     def required(self) -> FeatureSpec:
         """Target features that ``start`` and ``ingest`` read."""
         return FeatureSpec()
 
     @abstractmethod
-    def start(self, features: TargetFeatures, lengths: Int[Tensor, " B"]) -> None:
-        """Forget the last batch and take in the prompts: the first ``lengths[b]`` rows of ``features``."""
+    def start(self, features: TargetFeatures, lengths: Int[Tensor, " B"], roots: Int[Tensor, " B"]) -> None:
+        """Forget the last batch and take in the prompts: the first ``lengths[b]`` rows of ``features``.
+
+        ``roots`` are the tokens after the prompts, which the prefill gave.
+        """
 
     @abstractmethod
-    def propose(self, roots: Int[Tensor, " B"]) -> Scores:
+    def propose(self, roots: Int[Tensor, " B"], where: Round) -> Scores:
         """Scores for the tokens after ``roots``, the last committed tokens, whose features do not exist yet."""
 
     @abstractmethod
-    def ingest(self, features: TargetFeatures, keep: Int[Tensor, " B"]) -> None:
-        """Take in the first ``keep[b]`` rows of what the target computed at root and drafts (0 for ended rows)."""
+    def ingest(self, features: TargetFeatures, keep: Int[Tensor, " B"], verdict: Verdict) -> None:
+        """Take in the first ``keep[b]`` rows of what the target computed at the root and the drafts that stand.
+
+        ``keep[b]`` is ``verdict.accepted[b] + 1``, fewer where a stop token or a limit cut the round, and 0 for a row
+        that had ended before it. The rows behind are those of tokens that were not committed.
+        """
 
 
 class NoDrafts(Proposer):
@@ -43,11 +52,11 @@ class NoDrafts(Proposer):
 
     num_drafts = 0
 
-    def start(self, features: TargetFeatures, lengths: Int[Tensor, " B"]) -> None:
+    def start(self, features: TargetFeatures, lengths: Int[Tensor, " B"], roots: Int[Tensor, " B"]) -> None:
         pass
 
-    def propose(self, roots: Int[Tensor, " B"]) -> Scores:
+    def propose(self, roots: Int[Tensor, " B"], where: Round) -> Scores:
         return Scores(torch.empty(len(roots), 0, 1, device=roots.device))
 
-    def ingest(self, features: TargetFeatures, keep: Int[Tensor, " B"]) -> None:
+    def ingest(self, features: TargetFeatures, keep: Int[Tensor, " B"], verdict: Verdict) -> None:
         pass

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int
-from torch import Tensor
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
 
 from dflash_lightning.decoding.law import Law, first_argmax, greedy_law, truncated_law
 from dflash_lightning.decoding.noise import Noise, Stream
@@ -98,6 +98,30 @@ class Sampler:
             tokens = torch.arange(law.mass.shape[-1], device=law.mass.device).expand(law.mass.shape)
         best = first_argmax(law.mass / self.noise.exponential(stream, requests, where, tokens))
         return best if law.ids is None else law.ids.gather(-1, best[..., None])[..., 0]
+
+    def draw_several(
+        self, law: Law, count: int, stream: Stream, requests: Int[Tensor, " B"], where: Int[Tensor, "#B N"]
+    ) -> Int[Tensor, "B N {count}"]:
+        """``count`` different tokens per row of a law [B, N], as if drawn one after another without replacement.
+
+        The ``count`` best of ``log p + G`` in falling order are such draws (Gumbel-top-k); the first is what ``draw``
+        gives. Where fewer tokens are possible, impossible ones follow; a law of fewer columns repeats its last place.
+        """
+        tokens = law.ids
+        if tokens is None:
+            tokens = torch.arange(law.mass.shape[-1], device=law.mass.device).expand(law.mass.shape)
+        scores = law.mass / self.noise.exponential(stream, requests, where, tokens)
+        order = scores.topk(min(count, scores.shape[-1])).indices
+        missing = count - order.shape[-1]
+        return nn.functional.pad(tokens.gather(-1, order).flatten(0, 1), (0, missing), mode="replicate").unflatten(
+            0, order.shape[:2]
+        )
+
+    def accept(
+        self, probability: Float[Tensor, "B N"], requests: Int[Tensor, " B"], where: Int[Tensor, "#B N"]
+    ) -> Bool[Tensor, "B N"]:
+        """Whether each of several drafts is accepted, by independent chances."""
+        return self.noise.uniform(Stream.ACCEPT, requests, where) < probability
 
     def choose(
         self, logits: Float[Tensor, "B N V"], requests: Int[Tensor, " B"], positions: Int[Tensor, "B N"]

@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
-from dflash_lightning.decoding.decoder import SpeculativeDecoder, resolve_verifier
+from dflash_lightning.component import Component
+from dflash_lightning.decoding.builder import DraftBuilder
+from dflash_lightning.decoding.choice import choose_strategies, named_part
+from dflash_lightning.decoding.decoder import SpeculativeDecoder
+from dflash_lightning.decoding.draft_proposer import num_drafts
+from dflash_lightning.decoding.policy import WidthPolicy
 from dflash_lightning.decoding.sampling import SamplingSpec
+from dflash_lightning.decoding.verifier import Verifier
 from dflash_lightning.model import DraftModel
 from dflash_lightning.target import FrozenTarget
+
+_STRATEGIES = ("builder", "policy", "verifier")
 
 
 @dataclass(frozen=True)
 class DecodingSettings:
-    """Everything but the prompts: sampling law, length, batch, and how the draft step is run.
+    """Everything but the prompts: sampling law, length, batch, how drafts are made, cut and judged, and how it is run.
 
-    ``verifier`` ``"auto"`` means longest match at temperature 0 and token rejection above. ``packed`` multiplies with
-    prepacked weights on the CPU, ``compile`` compiles the draft step; neither changes which tokens are right.
+    ``builder`` arranges drafts, ``policy`` says how many of them are judged, ``verifier`` judges them. Null means by
+    temperature (``choose_strategies``), and no policy. Each is a component, or the name of one that needs no settings.
+
+    ``block_size`` feeds the drafter fewer slots than it was trained with, the root's included: drafting and judging
+    both cost less, and a drafter whose slots see each other drafts another text. To feed it all slots and judge fewer
+    of the drafts is a policy; that leaves the drafts as they are.
+
+    ``prepacked`` multiplies with weights laid out anew for the CPU, ``compile`` compiles the draft step; neither
+    changes which tokens are right.
     """
 
     max_new_tokens: int = 256  # longest answer
@@ -25,15 +40,23 @@ class DecodingSettings:
     top_k: int | None = None  # sample among the k likeliest tokens; null: all
     top_p: float | None = None  # sample among the likeliest that hold this probability; null: all
     seed: int = 0  # of the draws
-    verifier: Literal["auto", "greedy", "match", "token"] = "auto"
+    builder: DraftBuilder | str | None = None  # null: a chain, of the likeliest tokens or drawn, by temperature
+    policy: WidthPolicy | str | None = None  # null: every draft is judged whole
+    verifier: Verifier | str | None = None  # null: match or token, by temperature
+    block_size: int | None = None  # slots the drafter is fed; null: as many as it was trained with
     compile: bool = True  # compile the draft step; the tokens are the same
-    packed: bool = True
+    prepacked: bool = True  # lay weights out anew for the CPU
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
             raise ValueError(f"decoding.max_new_tokens: {self.max_new_tokens} decodes nothing. Use 1 or more.")
         if self.batch_size < 1:
             raise ValueError(f"decoding.batch_size: {self.batch_size} is no batch. Use 1 or more.")
+        if self.block_size is not None and self.block_size < 2:
+            raise ValueError(
+                f"decoding.block_size: {self.block_size} leaves no slot to draft. It counts the root's slot, so use 2 "
+                "or more, or null."
+            )
         try:
             sampling = self.sampling
         except ValueError as error:
@@ -44,7 +67,9 @@ class DecodingSettings:
                     f"decoding.{name}: {getattr(self, name)} would be ignored at temperature 0, which takes the "
                     f"likeliest token. Remove {name}, or set a temperature above 0."
                 )
-        resolve_verifier(self.verifier, sampling)
+        for name in _STRATEGIES:
+            object.__setattr__(self, name, named_part(name, getattr(self, name)))
+        choose_strategies(**self.strategies, sampling=sampling)
 
     @property
     def sampling(self) -> SamplingSpec:
@@ -52,9 +77,21 @@ class DecodingSettings:
         return SamplingSpec(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, seed=self.seed)
 
     @property
-    def repeatable(self) -> bool:
-        """Whether drafted output equals plain output token for token: always, unless draws are judged by rejection."""
-        return self.temperature == 0.0 or self.verifier == "match"
+    def strategies(self) -> dict[str, Any]:
+        """Builder, policy and verifier as they were asked for; null where left open."""
+        return {name: getattr(self, name) for name in _STRATEGIES}
+
+    def num_drafts(self, draft: DraftModel) -> int:
+        """Tokens drafted per round.
+
+        Raises:
+            ValueError: ``block_size`` is more than the drafter was trained with.
+        """
+        return num_drafts(draft, self.block_size)
+
+    def summary(self) -> dict[str, Any]:
+        """The settings as plain values, for reports; a component is its class path and settings."""
+        return {field.name: _plain(getattr(self, field.name)) for field in fields(self)}
 
     def make_decoder(
         self,
@@ -74,10 +111,17 @@ class DecodingSettings:
             target,
             draft,
             sampling=self.sampling,
-            verifier=self.verifier,
+            **self.strategies,
+            block_size=self.block_size,
             max_length=longest_prompt + self.max_new_tokens,
             batch_size=self.batch_size,
             compile=self.compile if compile is None else compile,
-            packed=self.packed,
+            prepacked=self.prepacked,
             shown=shown,
         )
+
+
+def _plain(value: Any) -> Any:
+    if not isinstance(value, Component):
+        return value
+    return {"_target_": f"{type(value).__module__}.{type(value).__qualname__}", **value.settings()}

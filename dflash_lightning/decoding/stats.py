@@ -27,10 +27,13 @@ class DecodeStats:
 
     A *round* is one draft-and-verify of one request; a *cycle* is one pass of the loop over a batch, which all its
     rounds share. *Whole* rounds are those that no stop token and no length limit cut: acceptance is measured on them
-    only, since a cut says nothing about the drafts behind it. The histogram counts whole rounds that verified all
-    ``num_drafts``. The first token of a request comes from the prefill: it is in ``generated`` and not in
-    ``committed``. ``looped_requests`` are answers that repeat themselves (``repeats_itself``), with their rounds and
-    tokens; ``cut_requests`` ended at the length limit.
+    only, since a cut says nothing about the drafts behind it. Depth and nodes are counted apart: a chain of five drafts
+    has five nodes and depth 5, a tree of five nodes may be 2 deep. Acceptance is by depth, cost is by node. The
+    histogram counts whole rounds that no policy narrowed, by the depth they reached. The first token of a request comes
+    from the prefill: it is in ``generated`` and not in ``committed``. ``looped_requests`` are answers that repeat
+    themselves (``repeats_itself``), with their rounds and tokens; ``cut_requests`` ended at the length limit.
+    ``compared`` outputs were held against plain decoding's: ``identical`` of them are equal, and ``rounded`` leave it
+    at a near tie (see ``Evaluation``).
     """
 
     num_drafts: int
@@ -50,6 +53,9 @@ class DecodeStats:
     looped_requests: int = 0
     looped_rounds: int = 0
     looped_committed: int = 0
+    compared: int = 0
+    identical: int = 0
+    rounded: int = 0
     request_tau_sum: float = 0.0
     histogram: list[int] = field(default_factory=list)
     at_risk: list[int] = field(default_factory=list)
@@ -62,20 +68,28 @@ class DecodeStats:
         self.at_risk = self.at_risk or [0] * self.num_drafts
         self.stood = self.stood or [0] * self.num_drafts
 
-    def add_round(self, *, width: int, accepted: int, committed: int) -> None:
-        """Count a round: ``width`` drafts verified, ``accepted`` of them, ``committed`` tokens added after cuts."""
+    def add_round(self, *, depth: int, nodes: int, accepted: int, committed: int, narrowed: bool = False) -> None:
+        """Count a round.
+
+        Args:
+            depth: the deepest depth at risk: ``accepted + 1``, or ``accepted`` where nothing was drafted behind.
+            nodes: drafts verified, the root not counted.
+            accepted: how many of them stand, one per depth.
+            committed: tokens added after cuts at stop tokens and limits.
+            narrowed: a policy left out drafts, so that the depth reached is not what the drafter could reach.
+        """
         self.rounds += 1
         self.committed += committed
-        self.drafted += width
+        self.drafted += nodes
         if committed < accepted + 1:
             return
         self.whole_rounds += 1
         self.whole_accepted += accepted
-        self.whole_drafted += width
-        self.full_accepts += accepted == width
-        if width == self.num_drafts:
+        self.whole_drafted += nodes
+        self.full_accepts += accepted == depth
+        if not narrowed:
             self.histogram[accepted] += 1
-        for k in range(min(accepted + 1, width)):
+        for k in range(depth):
             self.at_risk[k] += 1
             self.stood[k] += k < accepted
 
@@ -160,17 +174,17 @@ class DecodeStats:
 
     @property
     def accepted_share(self) -> float:
-        """Drafts accepted of drafts verified, over whole rounds. Some engines call this the acceptance rate."""
+        """Drafts accepted of drafts (nodes) verified, over whole rounds. Some engines call it the acceptance rate."""
         return _ratio(self.whole_accepted, self.whole_drafted)
 
     @property
     def verify_rate(self) -> float:
-        """Tokens committed of tokens the target computed in verification."""
+        """Tokens committed of tokens (nodes and roots) that the target judged."""
         return _ratio(self.committed, self.drafted + self.rounds)
 
     @property
     def conditional_acceptance(self) -> list[float]:
-        """Share of drafts that stand at each slot, among rounds in which all slots before it stood."""
+        """Share of drafts that stand at each depth, among rounds that reached it and had a draft there."""
         return [_ratio(s, r) for s, r in zip(self.stood, self.at_risk, strict=True)]
 
     @property
@@ -185,13 +199,18 @@ class DecodeStats:
 
     @property
     def ceiling(self) -> float:
-        """Share of full-width whole rounds in which every draft stood: mass that a longer block could still gain."""
+        """Share of whole rounds, not narrowed, that reached the last slot: what a longer block could still gain."""
         return _ratio(self.histogram[-1], sum(self.histogram))
 
     @property
     def full_accept(self) -> float:
-        """Share of whole rounds in which every verified draft stood, whatever the width."""
+        """Share of whole rounds that ended where nothing more was drafted: a whole chain, or a leaf of a tree."""
         return _ratio(self.full_accepts, self.whole_rounds)
+
+    @property
+    def identical_share(self) -> float:
+        """Share of the compared outputs that equal plain decoding's."""
+        return _ratio(self.identical, self.compared)
 
     @property
     def compiled(self) -> bool:

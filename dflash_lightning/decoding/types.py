@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from jaxtyping import Float, Int
+import torch
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from dflash_lightning.decoding.law import Law
 from dflash_lightning.decoding.repetition import repeats_itself
+from dflash_lightning.types import Scores
 
-Drawn = Literal["delta", "sampled"]
+__all__ = ["Draft", "Drawn", "Generation", "Round", "Scores", "Verdict"]
+
+Drawn = Literal["delta", "noise", "sampled"]
 
 
 @dataclass(frozen=True)
@@ -24,39 +28,75 @@ class Round:
 
 
 @dataclass
-class Scores:
-    """What a proposer thinks of the ``D`` tokens after the root.
-
-    ``logits`` have one column per token id, or per entry of ``ids`` where the draft vocabulary is reduced.
-    """
-
-    logits: Float[Tensor, "B D v"]
-    ids: Int[Tensor, " v"] | None = None
-
-
-@dataclass
 class Draft:
-    """Tokens for the target to judge in one pass: node 0 is the root, the parent of node ``k`` is node ``k - 1``.
+    """Nodes for the target to judge in one pass: node 0 is the root, and parents precede their children.
 
-    ``drawn`` says how the drafts were chosen: ``delta`` by a rule without chance, ``sampled`` from ``law``, which is
-    then exactly the law that node ``k + 1`` was drawn from in row ``k``, warped, over all tokens of the target.
+    ``parents`` is null for a chain, where the parent of node ``k`` is node ``k - 1``; ``parents[:, 0]`` is 0. Siblings
+    hold distinct tokens, in the order in which they were drawn. A node that is not ``live`` (padding, or cut by a
+    policy) is never accepted; the ancestors of a live node are live. ``drawn`` says how the drafts were chosen:
+
+    - ``delta``: by a rule without chance;
+    - ``noise``: with the target's own keyed noise, which the target will choose with again;
+    - ``sampled``: from ``law``. Row ``law_row[b, k]`` of ``law`` is then exactly the warped law that the children of
+      node ``k`` were drawn from, one after another without replacement. ``law_row`` null means the depth of the node.
     """
 
     tokens: Int[Tensor, "B N"]
     drawn: Drawn
-    law: Float[Tensor, "B D V"] | None = None
+    parents: Int[Tensor, "B N"] | None = None
+    live: Bool[Tensor, "B N"] | None = None
+    law: Law | None = None
+    law_row: Int[Tensor, "B N"] | None = None
+    signals: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def depth(self) -> Int[Tensor, "B N"]:
+        """Number of edges between the root and each node."""
+        if self.parents is None:
+            return torch.arange(self.tokens.shape[1], device=self.tokens.device).expand_as(self.tokens)
+        depth = torch.zeros_like(self.parents)
+        for node in range(1, self.parents.shape[1]):  # parents precede children
+            depth[:, node] = depth.gather(1, self.parents[:, node, None])[:, 0] + 1
+        return depth
+
+    def cut(self, width: Int[Tensor, " B"]) -> Draft:
+        """The same draft without its nodes deeper than ``width[b]``: they are no longer live."""
+        within = self.depth <= width[:, None]
+        return replace(self, live=within if self.live is None else self.live & within)
+
+    def narrow(self, num_nodes: int) -> Draft:
+        """The first ``num_nodes`` nodes; no other is live in any row. Rows of a chain's law go with its nodes."""
+        if num_nodes == self.tokens.shape[1]:
+            return self
+        law = self.law
+        if law is not None and self.parents is None and self.law_row is None:
+            law = Law(law.mass[:, : num_nodes - 1], None if law.ids is None else law.ids[:, : num_nodes - 1])
+        return replace(
+            self,
+            tokens=self.tokens[:, :num_nodes],
+            parents=None if self.parents is None else self.parents[:, :num_nodes],
+            live=None if self.live is None else self.live[:, :num_nodes],
+            law=law,
+            law_row=None if self.law_row is None else self.law_row[:, :num_nodes],
+        )
 
 
 @dataclass
 class Verdict:
-    """How many drafts of each row stand, and the target's own token after them.
+    """How many drafts of each row stand, which, and the target's own token after them.
 
+    ``path`` lists the nodes that stand, root first: ``path[b, :accepted[b] + 1]``; what follows is filled up with valid
+    nodes that mean nothing, up to the depth of the draft at most. Null means a chain: nodes 0, 1, 2 ... in order.
+    ``offered`` is the deepest depth that was at risk: ``accepted + 1``, or ``accepted`` where the last node has no live
+    child. A tree states both; for a chain the loop counts ``offered`` itself.
     ``acceptance`` and ``law`` are what chance decided on, where it did: the probability of accepting each draft given
     that the ones before it stand, and the law ``following`` was drawn from. Tests enumerate them; reports average them.
     """
 
     accepted: Int[Tensor, " B"]
     following: Int[Tensor, " B"]
+    path: Int[Tensor, "B P"] | None = None
+    offered: Int[Tensor, " B"] | None = None
     acceptance: Float[Tensor, "B D"] | None = None
     law: Law | None = None
 

@@ -33,6 +33,7 @@ class BlockTransformer(Drafter):
     """
 
     name = "block_transformer"
+    initial = frozenset({"init_from_target", "qk_norm_gain", "init_std"})
 
     def __init__(
         self,

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from dflash_lightning.draft_config import DraftConfig
 from dflash_lightning.export.conventions import Conventions
+from dflash_lightning.model.trio import KNOWN_ELSEWHERE, unknown_elsewhere
 from dflash_lightning.target import FrozenTarget
 from dflash_lightning.target.served import served_settings
 from dflash_lightning.types import TargetFacts
@@ -104,10 +105,8 @@ class Exporter(ABC):
         Without ``facts`` only what the drafter's configuration decides, which is known before a target is loaded.
         """
         reasons = []
-        names = {axis: part["name"] for axis, part in config.components.items()}
-        if names != COMPONENTS:
-            lacking = {axis: name for axis, name in names.items() if COMPONENTS.get(axis) != name}
-            reasons.append(f"{self.consumer} has no {lacking}, only {COMPONENTS}")
+        if lacking := unknown_elsewhere(config):
+            reasons.append(f"{self.consumer} has no {lacking}, only {KNOWN_ELSEWHERE}")
         if config.draft_vocab_size is not None and not self.holds_reduced_vocabulary:
             reasons.append(
                 f"the drafter knows {config.draft_vocab_size} of {config.vocab_size} tokens, and {self.consumer} would "
@@ -161,6 +160,3 @@ def last_layer(config: DraftConfig, consumer: str) -> list[str]:
     return [
         f"it reads the output of the target's last layer ({depth - 1}), of which {consumer} has only the normed one"
     ]
-
-
-COMPONENTS = {"conditioning": "kv_injection", "drafter": "block_transformer", "head": "marginal"}

@@ -32,8 +32,8 @@ from dflash_lightning.export.faults import (
 )
 from dflash_lightning.export.replay import RecordedPrompt, Replayer
 from dflash_lightning.export.speculators import LAYERS
-from dflash_lightning.model_config import check_config, identify
-from dflash_lightning.model_files import read_draft_config
+from dflash_lightning.model.config import check_config, identify
+from dflash_lightning.model.files import read_draft_config
 from dflash_lightning.target import FrozenTarget, check_mask_token_id
 from dflash_lightning.target.mask_token import reserved_ids, special_ids
 from dflash_lightning.target.served import served_positions

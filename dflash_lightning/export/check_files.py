@@ -12,8 +12,8 @@ from dflash_lightning.export.conventions import Conventions
 from dflash_lightning.export.exported import Exported
 from dflash_lightning.export.replay import digests
 from dflash_lightning.files import CONFIG_FILE
-from dflash_lightning.model_files import WEIGHTS_FILE
-from dflash_lightning.model_weights import check_tensors, check_unquantised
+from dflash_lightning.model.files import WEIGHTS_FILE
+from dflash_lightning.model.weights import check_tensors, check_unquantised
 
 MISSING = object()
 

@@ -10,7 +10,7 @@ from typing import Any
 from dflash_lightning.draft_config import NESTED, DraftConfig
 from dflash_lightning.export.base import Exporter, ExportFacts, last_layer
 from dflash_lightning.export.conventions import ACTIVATIONS, Conventions
-from dflash_lightning.model import check_config
+from dflash_lightning.model.config import check_config
 
 MODELING = "modeling_dflash_lightning"
 SOURCE = Path(__file__).with_name(f"{MODELING}.py")

@@ -118,7 +118,7 @@ def record(
     target: FrozenTarget, model: DraftModel, prompts: Sequence[list[int]], *, max_new_tokens: int
 ) -> list[RecordedPrompt]:
     """What ``model`` does on ``prompts``, by the loop that every other command decodes with."""
-    settings = DecodingSettings(max_new_tokens=max_new_tokens, compile=False, packed=False)
+    settings = DecodingSettings(max_new_tokens=max_new_tokens, compile=False, prepacked=False)
     decoder = settings.make_decoder(target, model, longest_prompt=max(map(len, prompts)))
     result = decoder.decode(list(prompts), max_new_tokens=max_new_tokens, stop_ids=target.stop_ids)
     recorded = []
@@ -151,7 +151,9 @@ def _first_block(
         cache = model.make_cache(batch_size=1, max_length=length, chunk_rows=length)
         keep = torch.tensor([length], device=target.device)
         hidden = model.draft_hidden(target.embed(slots), features.hidden.to(model.dtype), keep, cache)
-        logits = model.head.logits(hidden[:, alignment.first_slot :], lm)[0].float().cpu()
+        scores = model.open(hidden[:, alignment.first_slot :], torch.tensor([anchor], device=target.device), lm)
+    assert scores.step is None, "an export holds heads that draft every slot on its own"
+    logits = scores.logits[0].float().cpu()
     ids = torch.arange(logits.shape[-1]) if lm.ids is None else lm.ids.cpu()
     return logits, ids
 

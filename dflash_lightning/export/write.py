@@ -22,9 +22,9 @@ from dflash_lightning.export.formats import FORMATS
 from dflash_lightning.export.replay import REPLAY_FILE, RecordedPrompt, Replay, Replayer, digests, record
 from dflash_lightning.files import RECIPE_FILE
 from dflash_lightning.model import DraftModel
-from dflash_lightning.model_config import identify
-from dflash_lightning.model_files import file_names, write_folder
-from dflash_lightning.model_weights import check_tensors
+from dflash_lightning.model.config import identify
+from dflash_lightning.model.files import file_names, write_folder
+from dflash_lightning.model.weights import check_tensors
 from dflash_lightning.target import FrozenTarget, check_mask_token_id
 from dflash_lightning.target.served import served_positions
 

@@ -3,35 +3,69 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from dflash_lightning.component import Component
 from dflash_lightning.draft_config import DraftConfig
 from dflash_lightning.ops.lm_head import LanguageHead, View
-from dflash_lightning.types import BlockLayout, FeatureSpec
+from dflash_lightning.types import LABEL_LAYOUTS, BlockLayout, FeatureSpec, LabelLayout, Scores
+
+
+@dataclass
+class HeadOutput:
+    """What a head says of the blocks of a training batch.
+
+    ``views`` are the distributions that losses may ask about, by name; ``"main"`` is the one that is decoded with.
+    ``signals`` are numbers per slot ``[B, N, K]`` or per block ``[B, N]`` that policies read when decoding. Each must
+    be trained by a loss term that reads it.
+    """
+
+    views: dict[str, View]
+    signals: dict[str, Tensor] = field(default_factory=dict)
 
 
 class DraftHead(Component, nn.Module, ABC, axis=True):
     """Says what the draft distributions of a block are; ``[slots, vocabulary]`` logits never exist in training.
 
-    ``views`` serves training: every view answers per-slot requests (see ``ops.lm_head``). ``logits`` serves decoding.
-    Heads that draw token by token override ``draw`` in a later contract; this one covers position-wise marginals.
+    ``outputs`` serves training: every view answers per-slot requests (see ``ops.lm_head``). ``open`` serves decoding.
+    Both state the same law: given the true tokens before a slot, the first is what the second says after those tokens.
+    A class that brings one of the two brings both, so that no head decodes by inheritance as what it was not trained
+    to be.
+
+    ``label_layouts`` are the layouts it can be trained with; ``signals`` the names of the signals it offers.
     """
+
+    label_layouts: ClassVar[tuple[LabelLayout, ...]] = LABEL_LAYOUTS
+    signals: ClassVar[tuple[str, ...]] = ()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        brought = [name for name in ("outputs", "open") if name in cls.__dict__]
+        if len(brought) == 1:
+            raise TypeError(
+                f"{cls.__name__} brings its own {brought[0]!r} and inherits the other of 'outputs' (training) and "
+                "'open' (decoding): it would decode as another head than it is trained as. Define both."
+            )
 
     @abstractmethod
     def build(self, config: DraftConfig) -> None:
         """Make the weights, if there are any."""
 
     def required(self) -> FeatureSpec:
-        """Target features that ``views`` reads besides the hidden states it is given."""
+        """Target features that ``outputs`` reads besides the hidden states it is given."""
         return FeatureSpec()
 
     @abstractmethod
-    def views(self, hidden: Float[Tensor, "B N K H"], layout: BlockLayout, lm: LanguageHead) -> dict[str, View]:
-        """The distributions losses may ask about, by name; ``"main"`` is the one that is decoded with."""
+    def outputs(self, hidden: Float[Tensor, "B N K H"], layout: BlockLayout, lm: LanguageHead) -> HeadOutput:
+        """The distributions and signals of every slot of a training batch."""
 
     @abstractmethod
-    def logits(self, hidden: Float[Tensor, "B Kp H"], lm: LanguageHead) -> Float[Tensor, "B Kp V"]:
-        """Draft logits of the predicting slots, one column per row of ``lm`` (its own ids where it is reduced)."""
+    def open(self, hidden: Float[Tensor, "B D H"], roots: Int[Tensor, " B"], lm: LanguageHead) -> Scores:
+        """What is thought of the ``D`` tokens after ``roots``; ``hidden`` are those of the predicting slots.
+
+        Logits have one column per row of ``lm`` (its own ids where it is reduced).
+        """

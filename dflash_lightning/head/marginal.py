@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from dflash_lightning.draft_config import DraftConfig
-from dflash_lightning.head.base import DraftHead
+from dflash_lightning.head.base import DraftHead, HeadOutput
 from dflash_lightning.ops.lm_head import LanguageHead, View
-from dflash_lightning.types import BlockLayout
+from dflash_lightning.types import BlockLayout, Scores
 
 
 class MarginalHead(DraftHead):
@@ -24,8 +24,8 @@ class MarginalHead(DraftHead):
     def build(self, config: DraftConfig) -> None:
         """Nothing to make: the head is the target's."""
 
-    def views(self, hidden: Float[Tensor, "B N K H"], layout: BlockLayout, lm: LanguageHead) -> dict[str, View]:
-        return {"main": View(hidden, layout.rows, lm)}
+    def outputs(self, hidden: Float[Tensor, "B N K H"], layout: BlockLayout, lm: LanguageHead) -> HeadOutput:
+        return HeadOutput({"main": View(hidden, layout.rows, lm)})
 
-    def logits(self, hidden: Float[Tensor, "B Kp H"], lm: LanguageHead) -> Float[Tensor, "B Kp V"]:
-        return lm.logits(hidden)
+    def open(self, hidden: Float[Tensor, "B D H"], roots: Int[Tensor, " B"], lm: LanguageHead) -> Scores:
+        return Scores(lm.logits(hidden), lm.ids)

@@ -1,4 +1,4 @@
-"""Decoding with the target: prefill, verify a block, keep part of it and roll the rest back, for ragged batches."""
+"""Decoding with the target, in ragged batches: prefill, verify a chain or a tree, keep one path and forget the rest."""
 
 from __future__ import annotations
 
@@ -7,48 +7,67 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from dflash_lightning.ops.ancestry import ancestors_or_self
 from dflash_lightning.ops.packed_linear import pack_linears
 from dflash_lightning.ops.plain_mode import plain_mode
 from dflash_lightning.ops.shallow_copy import copy_tree
 from dflash_lightning.target.attention import GROUPED_SDPA
 from dflash_lightning.target.cache import RowCache
-from dflash_lightning.target.families import Anatomy, causal_lm_class
+from dflash_lightning.target.families import VERIFIED_FAMILIES, Anatomy, causal_lm_class
 from dflash_lightning.target.frozen import FrozenTarget
-from dflash_lightning.target.masks import ragged_mask
+from dflash_lightning.target.masks import ragged_mask, tree_mask
 from dflash_lightning.target.room import check_room
+from dflash_lightning.target.tree_check import PROBE_POSITIONS, tree_error
 from dflash_lightning.target.trunk import Trunk
 from dflash_lightning.types import FeatureSpec, TargetFeatures
 
 
 class TargetAdapter:
     """The target with a key-value cache. One batch at a time: ``prefill`` starts it, then ``verify`` and ``commit``
-    by turns.
+    by turns. ``verify`` may be repeated: the last one counts.
 
     ``lengths[b]`` counts the committed positions of sequence ``b``, whose next token (the *root* of the next block)
     stands at position ``lengths[b]`` and is not in the cache. A finished sequence stays as padding: commit 0 rows of
     it. Plain decoding is ``verify`` with one column. Greedy decoding equals ``transformers.generate`` token for token
     in fp32.
 
-    ``packed`` decodes with weights laid out anew for the CPU (a copy: the target's own stay as they are). The two
-    differ in the last bits, so compare only decoders that pack alike.
+    ``prepacked`` decodes with weights laid out anew for the CPU (a copy: the target's own stay as they are). The two
+    differ in the last bits, so compare only decoders that prepack alike.
+
+    ``max_batch`` null: a batch may hold any number of sequences.
     """
 
-    def __init__(self, target: FrozenTarget, spec: FeatureSpec, *, packed: bool = True) -> None:
+    max_batch: int | None = None
+
+    def __init__(self, target: FrozenTarget, spec: FeatureSpec, *, prepacked: bool = True) -> None:
         self.target = target
         self.facts = target.facts
         self.spec = spec
         self.lm = target.lm
-        anatomy = _decoding_copy(target, packed=packed)
+        anatomy = _decoding_copy(target, prepacked=prepacked)
         head = target.model.get_output_embeddings()
-        self.head: nn.Module = pack_linears(head) if packed else head
+        self.head: nn.Module = pack_linears(head) if prepacked else head
         self._config: Any = anatomy.decoder.config
         self._trunk = Trunk(anatomy, FeatureSpec(spec.layer_ids, last_hidden=True))
         self._cache = RowCache(target.facts.num_layers)
         self._lengths: list[int] = []
-        self._width = 0
+        self._verified: TargetFeatures | None = None  # what the next commit chooses from
+        self._tree_error: float | None = None  # null: not tried yet
+
+    @property
+    def trees(self) -> bool:
+        """Whether the target judges token trees as it judges their paths.
+
+        The test suite holds this for the verified families. Any other is tried on a small tree when this is first
+        asked, which costs three forwards of a few tokens. A family that goes by cache rows where it should go by
+        positions, or makes masks of its own, is right for chains and wrong for trees.
+        """
+        if self._tree_error is None:
+            self._tree_error = self._try_tree()
+        return self._tree_error <= self.target.tolerance
 
     @property
     def lengths(self) -> Int[Tensor, " B"]:
@@ -58,7 +77,7 @@ class TargetAdapter:
     def reset(self) -> None:
         """Forget the batch and give the cache's memory back; ``prefill`` does not need it."""
         self._cache = RowCache(self.facts.num_layers)
-        self._lengths, self._width = [], 0
+        self._lengths, self._verified = [], None
 
     def prefill(
         self, prompts: Sequence[Sequence[int]]
@@ -77,39 +96,111 @@ class TargetAdapter:
             ids[row, : lengths[row]] = torch.as_tensor(prompt)
         with plain_mode(self.target.device):
             hidden, features = self._forward(ids.to(self.target.device), [0] * len(prompts))
-            self._lengths, self._width = lengths, 0
+            self._lengths, self._verified = lengths, None
             last = hidden[torch.arange(len(prompts), device=hidden.device), self.lengths - 1]
             return self._logits(last), features, self.lengths
 
     def verify(
-        self, tokens: Int[Tensor, "B W"], *, parents: Int[Tensor, "B W"] | None = None
-    ) -> tuple[Float[Tensor, "B W V"], TargetFeatures]:
-        """Logits and features of ``W`` tokens that follow each sequence; column 0 is the root at position
-        ``lengths[b]``.
+        self,
+        tokens: Int[Tensor, "B N"],
+        *,
+        parents: Int[Tensor, "B N"] | None = None,
+        live: Bool[Tensor, "B N"] | None = None,
+    ) -> Float[Tensor, "B N V"]:
+        """Logits after each of ``N`` nodes that follow each sequence; node 0 is the root, at position ``lengths[b]``.
 
-        Nothing is committed: a second ``verify`` replaces the first. ``parents`` is the place of token trees (column
-        ``k`` follows column ``parents[b, k]``); chains leave it null.
+        Nothing is committed: a second ``verify`` replaces the first.
+
+        Args:
+            tokens: one token per node.
+            parents: ``parents[b, n]`` is the node that node ``n`` follows; ``parents[b, 0]`` is 0, and parents precede
+                their children. A node sees the committed text, itself and its ancestors, and stands ``depth`` positions
+                after the root. Null is a chain: node ``n`` follows node ``n - 1``.
+            live: false for padding, whose logits mean nothing. The ancestors of a live node are live. A node is seen
+                by its descendants only, so no live node sees a dead one, and nothing has to be done about it here.
+
+        Raises:
+            ValueError: the nodes are a tree and the target cannot judge trees (see ``check_trees``).
         """
-        if parents is not None:
-            raise ValueError("TargetAdapter.verify: token trees are not supported yet. Verify a chain (parents=None).")
         assert self._lengths, "verify comes after prefill"
+        assert live is None or live.shape == tokens.shape, (live.shape, tokens.shape)
+        if parents is not None:
+            self.check_trees()
+            parents = parents.to(self.target.device)
         with plain_mode(self.target.device):
-            hidden, features = self._forward(tokens.to(self.target.device), self._lengths)
-            self._width = tokens.shape[1]
-            return self._logits(hidden), features
+            hidden, self._verified = self._forward(tokens.to(self.target.device), self._lengths, parents)
+            return self._logits(hidden)
 
-    def commit(self, keep: Int[Tensor, " B"]) -> None:
-        """Keep the first ``keep[b]`` of the rows just verified; the others are gone. 0 for finished sequences."""
-        kept = keep.tolist()
-        assert len(kept) == len(self._lengths) and all(0 <= k <= self._width for k in kept), (kept, self._width)
+    def commit(self, path: Int[Tensor, "B P"] | None, keep: Int[Tensor, " B"]) -> TargetFeatures:
+        """Keep the first ``keep[b]`` nodes of each path; everything else that was verified is gone.
+
+        Args:
+            path: nodes from the root downwards, ``path[b, 0] = 0``; entries after ``keep[b]`` are any nodes. Null: all
+                nodes in order, as in a chain.
+            keep: on the CPU; 0 for finished sequences.
+
+        Returns:
+            Features of the path's rows in order; the first ``keep[b]`` of them are those of the committed tokens.
+        """
+        assert self._verified is not None, "commit comes after verify"
+        features, kept, self._verified = self._verified, keep.tolist(), None
+        width = (features.hidden if path is None else path).shape[1]
+        assert len(kept) == len(self._lengths) and all(0 <= k <= width for k in kept), (kept, width)
+        if path is not None:
+            with plain_mode(self.target.device):
+                features = self._take(features, path.to(self.target.device), max(kept))
         self._lengths = [length + k for length, k in zip(self._lengths, kept, strict=True)]
-        self._width = 0
+        return features
 
-    def _forward(self, ids: Int[Tensor, "B W"], lengths: list[int]) -> tuple[Float[Tensor, "B W H"], TargetFeatures]:
-        steps = torch.arange(ids.shape[1], device=ids.device)
-        positions = torch.tensor(lengths, device=ids.device)[:, None] + steps
-        mask = None
-        if self._cache.place(lengths, positions):
+    def _take(self, features: TargetFeatures, path: Int[Tensor, "B P"], count: int) -> TargetFeatures:
+        """Features of the path; keys and values of its first ``count`` nodes become the rows after the committed."""
+        if count > 1:  # the root is in its place already
+            first = self.lengths[:, None]
+            self._cache.move(first + path[:, 1:count], first + torch.arange(1, count, device=path.device))
+        batch = torch.arange(len(path), device=path.device)[:, None]
+        last = features.last_hidden
+        return TargetFeatures(
+            features.layer_ids, features.hidden[batch, path], None if last is None else last[batch, path]
+        )
+
+    def check_trees(self) -> None:
+        """Refuse token trees where the target would judge them wrongly. Call it before decoding starts.
+
+        Raises:
+            ValueError: the logits of a tree are not those of its paths. Names the family and what to use instead.
+        """
+        if not self.trees:
+            raise ValueError(
+                f"target: {self.facts.name} (family {self.facts.model_type!r}) cannot judge token trees: the logits of "
+                "a tree are not those of plain forwards over its paths (relative difference "
+                f"{self._tree_error:.1e}, allowed {self.target.tolerance:.0e}). Use a builder of chains "
+                f"(decoding.builder), or a target of a verified family: {', '.join(VERIFIED_FAMILIES)}."
+            )
+
+    def _try_tree(self) -> float:
+        """How far a small tree's logits are from those of plain forwards over its paths; the batch in hand is kept."""
+        if self.facts.model_type in VERIFIED_FAMILIES or self.facts.max_positions < PROBE_POSITIONS:
+            return 0.0
+        held = self._cache, self._lengths, self._verified
+        self.reset()
+        self._tree_error = 0.0  # the trial verifies a tree
+        try:
+            return tree_error(self, self.target)
+        finally:
+            self._cache, self._lengths, self._verified = held
+
+    def _forward(
+        self, ids: Int[Tensor, "B W"], lengths: list[int], parents: Int[Tensor, "B W"] | None = None
+    ) -> tuple[Float[Tensor, "B W H"], TargetFeatures]:
+        first = torch.tensor(lengths, device=ids.device)
+        rows = first[:, None] + torch.arange(ids.shape[1], device=ids.device)
+        positions, mask = rows, None
+        ragged = self._cache.place(lengths, rows)
+        if parents is not None:
+            lineage = ancestors_or_self(parents)
+            positions = first[:, None] + lineage.sum(-1) - 1
+            mask = tree_mask(self._config, lineage, first, positions, self._cache.num_rows, self.target.dtype)
+        elif ragged:
             mask = ragged_mask(self._config, positions, self._cache.num_rows, self.target.dtype)
         hidden, stacked = self._trunk(
             ids, position_ids=positions, attention_mask=mask, cache=self._cache, use_cache=True
@@ -126,10 +217,10 @@ class TargetAdapter:
         check_room(lengths, self.facts.max_positions, self.facts.name, max_new_tokens=0)
 
 
-def _decoding_copy(target: FrozenTarget, *, packed: bool) -> Anatomy:
+def _decoding_copy(target: FrozenTarget, *, prepacked: bool) -> Anatomy:
     """A copy of the target's decoder that shares its weights and has the attention that decoding needs."""
     anatomy, config = target.anatomy, target.model.config
-    decoder = pack_linears(anatomy.decoder) if packed else copy_tree(anatomy.decoder, lambda module: None)
+    decoder = pack_linears(anatomy.decoder) if prepacked else copy_tree(anatomy.decoder, lambda module: None)
     decoding_config = copy.copy(config)
     decoding_config._attn_implementation = _decoding_attention(target)
     for module in decoder.modules():

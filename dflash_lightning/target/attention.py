@@ -17,7 +17,8 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-GROUPED_SDPA = "dflash_grouped_sdpa"
+# Without "flash" in it: transformers takes any name that has it for flash attention, which makes no masks.
+GROUPED_SDPA = "grouped_sdpa"
 
 
 def grouped_sdpa(

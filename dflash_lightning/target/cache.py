@@ -41,12 +41,20 @@ class RowLayer(CacheLayerMixin):
 
     def _write(self, buffer: Tensor, states: Tensor) -> Tensor:
         cache = self._cache
-        if cache.positions is None:
+        if cache.rows is None:
             buffer[:, :, cache.start : cache.num_rows] = states
         else:
-            rows = torch.arange(len(buffer), device=buffer.device)[:, None]
-            buffer.transpose(1, 2)[rows, cache.positions] = states.transpose(1, 2)
+            batch = torch.arange(len(buffer), device=buffer.device)[:, None]
+            buffer.transpose(1, 2)[batch, cache.rows] = states.transpose(1, 2)
         return buffer[:, :, : cache.num_rows]
+
+    def move(self, source: Int[Tensor, "B P"], target: Int[Tensor, "B P"]) -> None:
+        """Copy the keys and values of rows ``source`` to rows ``target``; the two may overlap."""
+        for buffer in (self.keys, self.values):
+            if buffer is not None:
+                shape = (-1, buffer.shape[1], -1, buffer.shape[3])
+                moved = buffer.gather(2, source[:, None, :, None].expand(shape))
+                buffer.scatter_(2, target[:, None, :, None].expand(shape), moved)
 
     def _grown(self, buffer: Tensor | None, states: Tensor) -> Tensor:
         """Room for the rows needed now, at least doubled; zeros, because a masked NaN would still poison a sum."""
@@ -69,25 +77,30 @@ class RowLayer(CacheLayerMixin):
 
 
 class RowCache(Cache):
-    """Row ``j`` of every buffer is position ``j`` of its sequence, so rollback is forgetting: a later write replaces
-    it.
+    """Row ``j < lengths[b]`` of every buffer is position ``j`` of sequence ``b``. The tokens of a forward stand in the
+    rows after these, in the order of the forward. So rollback is forgetting: a later write replaces a row.
 
     ``place`` says, before a forward, where its rows go. With equal lengths the cache looks to transformers like any
-    other of ``start`` rows, and transformers makes the masks; with unequal ones the caller brings masks (see
-    ``ragged_mask``).
+    other of ``start`` rows, and transformers makes the masks of chains. With unequal lengths and for token trees the
+    caller brings masks (see ``ragged_mask`` and ``tree_mask``).
     """
 
     def __init__(self, num_layers: int) -> None:
         self.start = 0
         self.num_rows = 0
-        self.positions: Int[Tensor, "B W"] | None = None
-        super().__init__(layers=[RowLayer(self) for _ in range(num_layers)])
+        self.rows: Int[Tensor, "B W"] | None = None
+        self._row_layers = [RowLayer(self) for _ in range(num_layers)]
+        super().__init__(layers=list(self._row_layers))
 
-    def place(self, lengths: list[int], positions: Int[Tensor, "B W"]) -> bool:
-        """Aim the next forward at ``positions`` (``lengths[b] ..``); returns whether the rows are ragged."""
-        width = positions.shape[1]
+    def place(self, lengths: list[int], rows: Int[Tensor, "B W"]) -> bool:
+        """Aim the next forward at ``rows`` (``lengths[b] ..``); returns whether they are ragged."""
         self.start = max(lengths)
-        self.num_rows = self.start + width
+        self.num_rows = self.start + rows.shape[1]
         ragged = min(lengths) != self.start
-        self.positions = positions if ragged else None
+        self.rows = rows if ragged else None
         return ragged
+
+    def move(self, source: Int[Tensor, "B P"], target: Int[Tensor, "B P"]) -> None:
+        """Copy rows ``source`` of every layer to rows ``target``."""
+        for layer in self._row_layers:
+            layer.move(source, target)

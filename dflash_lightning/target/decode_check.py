@@ -26,10 +26,10 @@ def check_decoding(target: FrozenTarget) -> None:
     ids, length = intact.ids[0].tolist(), intact.ids.shape[1]
     block = min(_BLOCK, length - 1)
     starts = [length - block, min(TAIL, length - block)]
-    adapter = TargetAdapter(target, FeatureSpec(), packed=False)
+    adapter = TargetAdapter(target, FeatureSpec(), prepacked=False)
     first = adapter.prefill([ids[:start] for start in starts])[0]
     tokens = torch.tensor([ids[start : start + block] for start in starts])
-    logits = torch.cat([first[:, None], adapter.verify(tokens)[0]], dim=1)
+    logits = torch.cat([first[:, None], adapter.verify(tokens)], dim=1)
     errors = [token_errors(logits[b], intact.logits[0, start - 1 : start + block]) for b, start in enumerate(starts)]
     error = max(typical_error(some, [slice(None)]) for some in errors)
     if not error <= target.tolerance:

@@ -18,7 +18,7 @@ VERIFIED_FAMILIES = (
 )  # fmt: skip
 
 POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length")  # as families spell it
-_ATTENTION_KINDS = ("full_attention", "sliding_attention")
+_ATTENTION_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
 _ALIBI_FAMILIES = ("bloom", "mpt")
 # Families that would be decoded wrongly, and why; all others are swept by a test.
 _UNFIT = {
@@ -68,8 +68,9 @@ def check_family(config: PretrainedConfig, source: str) -> None:
     """Refuse a family that cannot work, from its configuration alone, so that no weight is loaded for nothing.
 
     Raises:
-        ValueError: encoder-decoder, multimodal wrapper, recurrent or linear attention, ALiBi, attention kinds or shared
-            key-value layers that rollback cannot represent, or no causal LM at all. The message says which and why.
+        ValueError: encoder-decoder, multimodal wrapper, recurrent or linear attention, ALiBi or queries scaled by row,
+            attention kinds or shared key-value layers that rollback cannot represent, or no causal LM at all. The
+            message says which and why.
     """
     other = "Use a decoder-only causal language model with softmax attention."
     if config.is_encoder_decoder:
@@ -88,6 +89,9 @@ def check_family(config: PretrainedConfig, source: str) -> None:
         raise refuse(config, source, "its recurrent state cannot be rolled back after a rejected draft", other)
     if unknown := sorted(kinds - {*_ATTENTION_KINDS}):
         raise refuse(config, source, f"it has layers of kind {unknown}, whose masks are not supported", other)
+    if setting(config, "attn_temperature_tuning", default=False) and setting(config, "floor_scale") is not None:
+        reason = "it scales queries by their row in a forward (attn_temperature_tuning), which is not their position"
+        raise refuse(config, source, reason, other)
     if config.model_type in _ALIBI_FAMILIES or setting(config, "alibi", default=False):
         raise refuse(
             config, source, "it counts positions from the attention mask (ALiBi), so rows cannot be packed", other
@@ -133,6 +137,8 @@ def find_anatomy(model: PreTrainedModel, source: str) -> Anatomy:
         ValueError: the model has no such structure or its decoder takes no ``position_ids``.
     """
     decoder = model.get_decoder()
+    if decoder is model:  # transformers looks for it under a name that the family does not use (Llama 4)
+        decoder = getattr(model, "model", model)
     children = dict(decoder.named_children())
     num_layers = model.config.num_hidden_layers
     lists = [
@@ -241,3 +247,12 @@ def sliding_window(config: PretrainedConfig) -> int | None:
         return None
     window = setting(config, "sliding_window")
     return None if window is None else int(window)
+
+
+def chunk_size(config: PretrainedConfig) -> int | None:
+    """Positions per chunk of the chunked layers: a row sees the rows of its own chunk up to itself; null without any.
+
+    Chunks are counted from the first position of a sequence.
+    """
+    chunk = setting(config, "attention_chunk_size")
+    return None if chunk is None else int(chunk)

@@ -84,7 +84,7 @@ class FrozenTarget:
         """The output projection with the family's logit scale and soft cap."""
         head = self.model.get_output_embeddings()
         scale, softcap = families.head_scale(self.model.config), families.head_softcap(self.model.config)
-        return LanguageHead(head.weight, head.bias, scale=scale, softcap=softcap)
+        return LanguageHead(head.weight, head.bias, scale, softcap, embedding=self.embedding_weight)
 
     @property
     def text(self) -> TargetText:

@@ -23,7 +23,7 @@ from dflash_lightning.target.facts import find_stop_ids, max_positions, warn_of_
 from dflash_lightning.target.families import check_family, check_structure
 from dflash_lightning.target.frozen import FrozenTarget, check_one_device
 from dflash_lightning.target.gguf import cached_folder, check_gguf_extra, dequantise, forget, is_complete, read
-from dflash_lightning.target.place import Source, locate
+from dflash_lightning.target.place import TargetLocation, locate
 from dflash_lightning.target.text import TargetText
 
 DTYPES = ("float32", "bfloat16", "float16", "auto")
@@ -110,7 +110,7 @@ def load_text(source: str, *, revision: str | None = None, trust_remote_code: bo
     return TargetText(source, tokenizer, stop_ids, config.vocab_size, max_positions(config))
 
 
-def _read_generation(where: Source, remote: dict[str, Any]) -> GenerationConfig | None:
+def _read_generation(where: TargetLocation, remote: dict[str, Any]) -> GenerationConfig | None:
     """The target's generation config; null where it has none, as for most GGUF files."""
     try:
         return GenerationConfig.from_pretrained(where.location, **remote)
@@ -118,7 +118,7 @@ def _read_generation(where: Source, remote: dict[str, Any]) -> GenerationConfig 
         return None
 
 
-def _read_tokenizer(where: Source, remote: dict[str, Any]) -> Any:
+def _read_tokenizer(where: TargetLocation, remote: dict[str, Any]) -> Any:
     """The target's tokenizer, null where a folder has none.
 
     Raises:
@@ -156,13 +156,13 @@ def check_json(file: Path) -> None:
         ) from error
 
 
-def _has_tokenizer(where: Source) -> bool:
+def _has_tokenizer(where: TargetLocation) -> bool:
     """A local folder may hold a model alone: pretokenised data need no tokenizer."""
     folder = Path(where.location)
     return where.gguf_file is not None or not folder.is_dir() or any((folder / f).exists() for f in _TOKENIZER_FILES)
 
 
-def _load_folder(where: Source, remote: dict[str, Any], keywords: dict[str, Any]) -> tuple[Any, Any]:
+def _load_folder(where: TargetLocation, remote: dict[str, Any], keywords: dict[str, Any]) -> tuple[Any, Any]:
     """Model and tokenizer of a local folder or hub repository."""
     config = _read_config(where, remote)
     check_family(config, where.name)
@@ -181,7 +181,7 @@ def _load_folder(where: Source, remote: dict[str, Any], keywords: dict[str, Any]
         raise
 
 
-def _fetched_folder(where: Source, remote: dict[str, Any]) -> Path | None:
+def _fetched_folder(where: TargetLocation, remote: dict[str, Any]) -> Path | None:
     """Where the files of a hub repository lie on this machine; null for a local folder."""
     if Path(where.location).is_dir():
         return None
@@ -197,7 +197,7 @@ def _warn_of_broken_generation(folder: Path) -> None:
         warnings.warn(f"{error} Its stop tokens are not known.", stacklevel=4)
 
 
-def _load_gguf(where: Source, keywords: dict[str, Any]) -> tuple[Any, Any]:
+def _load_gguf(where: TargetLocation, keywords: dict[str, Any]) -> tuple[Any, Any]:
     """Model and tokenizer of a GGUF file, by way of the dequantised copy where that can be kept."""
     check_gguf_extra(where.name)
     kept = _kept_copy(where)
@@ -207,17 +207,17 @@ def _load_gguf(where: Source, keywords: dict[str, Any]) -> tuple[Any, Any]:
     return read(file, _read_config(_local(where), {"gguf_file": file.name}), **keywords)
 
 
-def _kept_copy(where: Source) -> Source | None:
+def _kept_copy(where: TargetLocation) -> TargetLocation | None:
     """The dequantised copy of a GGUF file, made now if it is not there; null where it cannot be kept."""
     file = where.local_file()
     folder = cached_folder(file)
     if is_complete(folder) and not _is_damaged(folder, where.name):
-        return Source(where.name, str(folder))
+        return TargetLocation(where.name, str(folder))
     with patient_bars(f"reading {where.name}, once: it is kept unpacked in {folder.parent}"):
         config = _read_config(_local(where), {"gguf_file": file.name})
         check_family(config, where.name)
         check_structure(config, where.name)
-        return Source(where.name, str(folder)) if dequantise(file, config, folder) else None
+        return TargetLocation(where.name, str(folder)) if dequantise(file, config, folder) else None
 
 
 def _is_damaged(folder: Path, name: str) -> bool:
@@ -235,12 +235,12 @@ def _is_damaged(folder: Path, name: str) -> bool:
     return False
 
 
-def _local(where: Source) -> Source:
+def _local(where: TargetLocation) -> TargetLocation:
     file = where.local_file()
-    return Source(where.name, str(file.parent), file.name)
+    return TargetLocation(where.name, str(file.parent), file.name)
 
 
-def _read_config(where: Source, keywords: dict[str, Any]) -> Any:
+def _read_config(where: TargetLocation, keywords: dict[str, Any]) -> Any:
     try:
         config = AutoConfig.from_pretrained(where.location, **keywords)
     except (OSError, ValueError, LookupError, TypeError, struct.error, StrictDataclassError) as error:

@@ -1,7 +1,8 @@
 """Explicit attention masks in the form that transformers' decoders take instead of making their own.
 
-Needed twice: for packed rows, because some families (GPT-OSS) never look at ``position_ids`` when they make their
-mask and leak across documents, and for ragged decoding, where the rows of a batch stand at different positions.
+Needed three times. For packed rows, because some families (GPT-OSS) never look at ``position_ids`` when they make their
+mask and leak across documents. For ragged decoding, where the rows of a batch stand at different positions. For token
+trees, where a cache row is no position and siblings must not see each other.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from dflash_lightning.target.attention import GROUPED_SDPA
-from dflash_lightning.target.families import setting, sliding_window
+from dflash_lightning.target.families import chunk_size, setting, sliding_window
 
 DecoderMask = Tensor | dict[str, Tensor] | None
 
@@ -33,7 +34,7 @@ def packed_mask(config: PretrainedConfig, position_ids: Int[Tensor, "B S"], dtyp
     rows = torch.arange(position_ids.shape[1], device=position_ids.device)
     distance = rows[:, None] - rows[None, :]  # [S, S]
     visible = (document[:, :, None] == document[:, None, :]) & (distance >= 0)
-    return _arrange(config, visible, distance.expand_as(visible), dtype)
+    return _arrange(config, visible, distance.expand_as(visible), position_ids, dtype)
 
 
 def ragged_mask(
@@ -42,27 +43,61 @@ def ragged_mask(
     """Query at position ``p`` sees cache rows ``0 .. p``: row ``j`` of the cache is position ``j`` of its sequence."""
     rows = torch.arange(num_rows, device=positions.device)
     distance = positions[:, :, None] - rows  # [B, W, num_rows]
-    return _arrange(config, distance >= 0, distance, dtype)
+    return _arrange(config, distance >= 0, distance, positions, dtype)
+
+
+def tree_mask(
+    config: PretrainedConfig,
+    lineage: Bool[Tensor, "B N N"],
+    lengths: Int[Tensor, " B"],
+    positions: Int[Tensor, "B N"],
+    num_rows: int,
+    dtype: torch.dtype,
+) -> DecoderMask:
+    """A node sees the committed rows ``0 .. lengths[b] - 1``, itself and its ancestors, and no other node.
+
+    Node ``n`` lies in cache row ``lengths[b] + n`` and stands at ``positions[b, n]``, its depth after the committed
+    rows. Windows and chunks count positions: two siblings are equally far from everything before them.
+
+    Args:
+        lineage: ``ancestors_or_self`` of the tree.
+    """
+    rows = torch.arange(num_rows, device=positions.device)
+    node_rows = lengths[:, None] + rows[: positions.shape[1]]
+    visible = (rows < lengths[:, None])[:, None, :].repeat(1, positions.shape[1], 1)
+    visible.scatter_(2, node_rows[:, None, :].expand_as(lineage), lineage)
+    places = rows.repeat(len(lengths), 1).scatter_(1, node_rows, positions)  # the position of every cache row
+    return _arrange(config, visible, positions[:, :, None] - places[:, None, :], positions, dtype)
 
 
 def _arrange(
-    config: PretrainedConfig, visible: Bool[Tensor, "B Q J"], distance: Int[Tensor, "B Q J"], dtype: torch.dtype
+    config: PretrainedConfig,
+    visible: Bool[Tensor, "B Q J"],
+    distance: Int[Tensor, "B Q J"],
+    positions: Int[Tensor, "B Q"],
+    dtype: torch.dtype,
 ) -> DecoderMask:
     """One mask, or one per layer kind where the family tells kinds apart.
 
-    The rule is that of transformers' ``create_masks_for_generate``: a dictionary exactly when the configuration has
-    ``layer_types``; otherwise one mask for all layers, sliding when the configuration names a window.
+    ``distance`` says how many positions a key stands before a query, ``positions`` where the query stands. The rule is
+    that of transformers' ``create_masks_for_generate``: a dictionary exactly when the configuration has
+    ``layer_types``; otherwise one mask for all layers, sliding when the configuration names a window, else chunked
+    when it names a chunk.
     """
-    window = sliding_window(config)
+    window, chunk = sliding_window(config), chunk_size(config)
     kinds = setting(config, "layer_types")
 
-    def one(sliding: bool) -> Tensor:
-        allowed = visible & (distance < window) if sliding and window is not None else visible
+    def one(kind: str) -> Tensor:
+        allowed = visible
+        if kind == "sliding_attention" and window is not None:
+            allowed = visible & (distance < window)
+        elif kind == "chunked_attention" and chunk is not None:  # keys of the query's own chunk of positions
+            allowed = visible & (distance <= (positions % chunk)[:, :, None])
         return _as_attention_takes_it(config, allowed[:, None], dtype)
 
     if kinds is None:
-        return one(sliding=window is not None)
-    return {kind: one(sliding=kind == "sliding_attention") for kind in set(kinds)}
+        return one("sliding_attention" if window is not None else "chunked_attention")
+    return {kind: one(kind) for kind in set(kinds)}
 
 
 def _as_attention_takes_it(config: PretrainedConfig, allowed: Bool[Tensor, "B 1 Q J"], dtype: torch.dtype) -> Tensor:

@@ -11,7 +11,7 @@ from dflash_lightning.files import PACKAGE_PREFIX, find_file
 
 
 @dataclass(frozen=True)
-class Source:
+class TargetLocation:
     """Where a target comes from: what ``from_pretrained`` takes, and the GGUF file inside it if it is one."""
 
     name: str
@@ -25,7 +25,7 @@ class Source:
         return local if local.is_file() else Path(hf_hub_download(self.location, self.gguf_file))
 
 
-def locate(source: str) -> Source:
+def locate(source: str) -> TargetLocation:
     """What ``source`` points at, without reading it.
 
     Raises:
@@ -33,14 +33,14 @@ def locate(source: str) -> Source:
     """
     if source.startswith(PACKAGE_PREFIX):
         file = find_file(source, setting="target")
-        return Source(source, str(file.parent), file.name)
+        return TargetLocation(source, str(file.parent), file.name)
     path = Path(source).expanduser()
     if path.is_file():
         if path.suffix != ".gguf":
             raise ValueError(f"target: {source} is a file but no GGUF file. Give the model's folder, or a .gguf file.")
-        return Source(source, str(path.parent), path.name)
+        return TargetLocation(source, str(path.parent), path.name)
     if path.is_dir():
-        return Source(source, str(path))
+        return TargetLocation(source, str(path))
     parts = source.split("/")
     if (
         source.startswith((".", "/", "~"))
@@ -51,4 +51,4 @@ def locate(source: str) -> Source:
             f"target: there is no file or folder {source}. Give a model folder, a .gguf file, a hub id (owner/name) or "
             "package://<python package>/<file.gguf>."
         )
-    return Source(source, "/".join(parts[:2]), parts[2] if len(parts) == 3 else None)
+    return TargetLocation(source, "/".join(parts[:2]), parts[2] if len(parts) == 3 else None)

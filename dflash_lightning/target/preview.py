@@ -13,7 +13,7 @@ from transformers import AutoConfig, PretrainedConfig
 from dflash_lightning.target.facts import config_facts
 from dflash_lightning.target.families import causal_lm_class, check_family, find_anatomy
 from dflash_lightning.target.gguf import cached_folder, is_complete
-from dflash_lightning.target.place import Source, locate
+from dflash_lightning.target.place import TargetLocation, locate
 from dflash_lightning.target.text import TargetText
 from dflash_lightning.types import TargetFacts
 
@@ -64,7 +64,7 @@ def preview(
     return TargetPreview(facts, config)
 
 
-def _folder_of(where: Source) -> str | None:
+def _folder_of(where: TargetLocation) -> str | None:
     """The folder or repository that holds the configuration; of a GGUF file, its dequantised copy if there is one."""
     if not where.gguf_file:
         return where.location

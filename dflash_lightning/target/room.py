@@ -26,6 +26,7 @@ def check_room(
     max_new_tokens: int,
     num_drafts: int = 0,
     setting: str = "max_new_tokens",
+    wider: str = "",
     call: Callable[[int], str] = lambda place: f"prompt {place + 1}",
 ) -> None:
     """Refuse prompts whose answers would need more positions than there are.
@@ -35,6 +36,7 @@ def check_room(
         positions: how many ``name`` has: the target, or a decoder's buffers.
         num_drafts: tokens drafted per round; 0 decodes plainly.
         setting: how the user writes the length of the answer.
+        wider: how the user gets more positions, where that is possible.
         call: what the prompt at a place (from 0) is called.
 
     Raises:
@@ -47,16 +49,16 @@ def check_room(
     most = most_new_tokens(length, positions, num_drafts)
     if max_new_tokens <= most:
         return
-    which, drafts = call(place), ""
+    which, drafts, wider = call(place), "", f", or {wider}" if wider else ""
     if num_drafts > 1:
         drafts = f", and {num_drafts - 1} of them are kept for drafts behind the last token"
     if most < 1:
         longest = max(positions - positions_needed(0, 1, num_drafts), 0)
         raise ValueError(
             f"{which}: its {length} tokens leave no room for an answer: {name} has {positions} positions{drafts}. "
-            f"Shorten the prompt to {longest} tokens or fewer."
+            f"Shorten the prompt to {longest} tokens or fewer{wider}."
         )
     raise ValueError(
         f"{setting}: {max_new_tokens} behind the {length} tokens of {which} do not fit: {name} has {positions} "
-        f"positions{drafts}. Use {most} at most, or a shorter prompt."
+        f"positions{drafts}. Use {most} at most, or a shorter prompt{wider}."
     )

@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from dflash_lightning.data.feature_shards import FeatureShards
+from dflash_lightning.data.features.shards import FeatureShards
 
 if __name__ == "__main__":
     folder, seconds = Path(sys.argv[1]), float(sys.argv[2])

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dflash_lightning.data.process import Processing
+from dflash_lightning.data.read.process import Processing
 from dflash_lightning.target import FrozenTarget
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dflash_lightning.data import ChatRenderer, ChatRow, DocumentMaker, PromptRow, Source, UnusableRow
-from dflash_lightning.data.rows import parse_record
+from dflash_lightning.data.read.rows import parse_record
 
 USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
 SYSTEM = {"role": "system", "content": "Be brief."}

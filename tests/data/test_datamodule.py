@@ -16,8 +16,8 @@ from torch import Tensor
 
 from dflash_lightning.block import Anchored, count_slots
 from dflash_lightning.data import DraftData
-from dflash_lightning.data.collate import WindowItem
-from dflash_lightning.data.loader import PlanSampler
+from dflash_lightning.data.batch.collate import WindowItem
+from dflash_lightning.data.batch.loader import PlanSampler
 from dflash_lightning.target import FrozenTarget
 from dflash_lightning.target.masks import is_packed
 from dflash_lightning.types import Alignment, FeatureSpec, SlotTotals, TrainBatch
@@ -390,7 +390,7 @@ def test_a_cache_larger_than_the_memory_is_refused_before_a_feature_is_computed(
 ) -> None:
     data = make_data(make_target("llama"), chats, cache_features="ram")
     monkeypatch.setattr(data.target, "features", lambda *args, **kw: pytest.fail("a feature was computed"))
-    monkeypatch.setattr("dflash_lightning.data.feature_cache.os.sysconf", lambda name: 256)  # 64 KiB of memory
+    monkeypatch.setattr("dflash_lightning.data.features.cache.os.sysconf", lambda name: 256)  # 64 KiB of memory
     with pytest.raises(ValueError, match=r"data.cache_features: 'ram' needs .* this machine has 0.0 GiB. Use null"):
         data.train_dataloader()
 

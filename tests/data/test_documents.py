@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from dflash_lightning.data import ChatRenderer, DataSummary, DocumentMaker, DraftData
-from dflash_lightning.data.documents import RowOutcome
+from dflash_lightning.data.read.documents import RowOutcome
 from dflash_lightning.target import FrozenTarget
 
 SYSTEM = {"role": "system", "content": "Be brief."}

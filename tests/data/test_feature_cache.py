@@ -24,11 +24,11 @@ from lightning.pytorch import Trainer
 
 from dflash_lightning.block import Anchored
 from dflash_lightning.data import DraftData
-from dflash_lightning.data import feature_shards as shards_module
-from dflash_lightning.data.feature_cache import RamFeatures, fixed_rows
-from dflash_lightning.data.feature_ranks import Ranks, make_on_disk
-from dflash_lightning.data.feature_shards import FeatureShards, feature_key
-from dflash_lightning.data.store import DocumentStore, MaskedIds
+from dflash_lightning.data.features import shards as shards_module
+from dflash_lightning.data.features.cache import RamFeatures, fixed_rows
+from dflash_lightning.data.features.ranks import Ranks, make_on_disk
+from dflash_lightning.data.features.shards import FeatureShards, feature_key
+from dflash_lightning.data.read.store import DocumentStore, MaskedIds
 from dflash_lightning.target import FrozenTarget
 from dflash_lightning.types import Alignment, FeatureSpec
 

@@ -17,12 +17,12 @@ from dflash_lightning.callbacks import SpeculativeEval
 from dflash_lightning.cli import main
 from dflash_lightning.conditioning import KVInjection
 from dflash_lightning.data import ChatRenderer, DocumentMaker, DraftData, load_prompts, render_prompt
-from dflash_lightning.data.regenerate import regenerate
 from dflash_lightning.decoding import DecodingSettings
 from dflash_lightning.drafter import BlockTransformer
 from dflash_lightning.head import MarginalHead
 from dflash_lightning.loss import CrossEntropy
 from dflash_lightning.module import DraftModule, OptimSettings
+from dflash_lightning.regenerate.regenerate import regenerate
 from dflash_lightning.target import FrozenTarget
 
 EXTRA = "<|extra|>"  # id 262

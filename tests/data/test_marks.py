@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from dflash_lightning.data import ChatRenderer, ChatRow, DocumentMaker
-from dflash_lightning.data.regenerate import regenerate
-from dflash_lightning.data.rows import parse_record
+from dflash_lightning.data.read.rows import parse_record
+from dflash_lightning.regenerate.regenerate import regenerate
 from dflash_lightning.target import FrozenTarget
 
 

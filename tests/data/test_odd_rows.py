@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from dflash_lightning.data.records import BadRecord, read_records
-from dflash_lightning.data.rows import ChatRow, parse_record
+from dflash_lightning.data.read.records import BadRecord, read_records
+from dflash_lightning.data.read.rows import ChatRow, parse_record
 
 USER = {"role": "user", "content": "q"}
 TOOL = {"type": "function", "function": {"name": "w", "parameters": {"type": "object"}}}

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dflash_lightning.data.packing import Planner, PlanSettings, pack_best_fit, rank_share, window_bounds
+from dflash_lightning.data.batch.packing import Planner, PlanSettings, pack_best_fit, rank_share, window_bounds
 
 SETTINGS = PlanSettings(seed=3, packing=True, row_tokens=64, row_blocks=None, rows_per_batch=2)
 LENGTHS = [int(n) for n in np.random.default_rng(0).integers(3, 60, size=101)]

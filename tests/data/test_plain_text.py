@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from tokenizers import processors
 
-from dflash_lightning.data.plain_text import encode_text
+from dflash_lightning.data.read.plain_text import encode_text
 
 BOS, EOS = "<bos>", "<eos>"
 

@@ -17,11 +17,12 @@ import pytest
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 import dflash_lightning
-from dflash_lightning.data import DataSummary, DraftData, process
-from dflash_lightning.data.process import Processing, code_digest, tokenizer_digest
-from dflash_lightning.data.processed_cache import Processed, ProcessedCache
-from dflash_lightning.data.sources import make_sources
-from dflash_lightning.data.store import DocumentStore, MaskedIds
+from dflash_lightning.data import DataSummary, DraftData
+from dflash_lightning.data.read import process
+from dflash_lightning.data.read.process import Processing, code_digest, tokenizer_digest
+from dflash_lightning.data.read.processed_cache import Processed, ProcessedCache
+from dflash_lightning.data.read.sources import make_sources
+from dflash_lightning.data.read.store import DocumentStore, MaskedIds
 from dflash_lightning.target import FrozenTarget
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello you."}]}
@@ -266,8 +267,8 @@ def test_what_a_killed_process_left_is_cleared_away(tmp_path: Path, monkeypatch:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:  # after the arrays were written; a kill runs no clean-up
-        patch.setattr("dflash_lightning.data.processed_cache.shutil.rmtree", lambda *args, **settings: None)
-        patch.setattr("dflash_lightning.data.processed_cache.file_digest", killed)
+        patch.setattr("dflash_lightning.data.read.processed_cache.shutil.rmtree", lambda *args, **settings: None)
+        patch.setattr("dflash_lightning.data.read.processed_cache.file_digest", killed)
         with pytest.raises(KeyboardInterrupt):
             cache.get(KEY, made)
     assert len(list(tmp_path.glob(f"{entry.name}.*.tmp"))) == 1 and not entry.exists()
@@ -330,3 +331,14 @@ def test_one_of_two_ranks_processes_the_rows_and_both_train_on_them(
     ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
     assert ranks[0] == ranks[1] and ranks[0]["kept"] == 6 and ranks[0]["steps"] > 0
     assert done.stdout.count("6 read, 6 kept") == 1  # told once
+
+
+def test_rows_of_lengths_that_sort_otherwise_as_text_are_kept_and_found(
+    tiny_target: FrozenTarget, tmp_path: Path
+) -> None:
+    """Lengths are counted by bucket: 64 stands before 128 as a number, and after it as the text that a file holds."""
+    rows = tmp_path / "rows.jsonl"
+    ids = [[1] * length for length in (20, 60, 100)]
+    rows.write_text("".join(json.dumps({"input_ids": row, "loss_mask": [1] * len(row)}) + "\n" for row in ids))
+    first, again = (make_data(tiny_target, rows, tmp_path / "cache", max_length=128) for _ in range(2))
+    assert first.summary == again.summary and sorted(first.summary.lengths) == [32, 64, 128]

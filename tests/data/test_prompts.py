@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from dflash_lightning.data import ChatRenderer, ChatRow, Prompt, left_out_line, load_prompts, render_prompt
-from dflash_lightning.data.regenerate import regenerate
-from dflash_lightning.data.rows import parse_record
+from dflash_lightning.data.read.rows import parse_record
+from dflash_lightning.regenerate.regenerate import regenerate
 from dflash_lightning.target import FrozenTarget
 
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {}}}

@@ -11,12 +11,12 @@ from lightning.pytorch import Trainer
 from dflash_lightning.block import Anchored
 from dflash_lightning.conditioning import KVInjection
 from dflash_lightning.data import DraftData
-from dflash_lightning.data.provenance import Labels, joint_provenance, read_provenance
-from dflash_lightning.data.regenerate import regenerate
+from dflash_lightning.data.read.provenance import Labels, joint_provenance, read_provenance
 from dflash_lightning.drafter import BlockTransformer
 from dflash_lightning.head import MarginalHead
 from dflash_lightning.loss import CrossEntropy
 from dflash_lightning.module import DraftModule, OptimSettings
+from dflash_lightning.regenerate.regenerate import regenerate
 from dflash_lightning.target import FrozenTarget
 
 

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash_lightning.data import records
-from dflash_lightning.data.records import BadRecord, Format, Record, format_of, read_records
+from dflash_lightning.data.read import records
+from dflash_lightning.data.read.records import BadRecord, Format, Record, format_of, read_records
 
 VALUES = [{"text": 'a\n"b"\\', "n": [1, 2.5, None]}, {"text": "\u00e9\u4e2d\U0001f600"}, {"text": ""}]
 DEEP = "[" * 100_000

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dflash_lightning.block import Anchored
 from dflash_lightning.data import DraftData
-from dflash_lightning.data.loader import StatefulLoader
+from dflash_lightning.data.batch.loader import StatefulLoader
 from dflash_lightning.target import FrozenTarget
 from dflash_lightning.types import Alignment, FeatureSpec, TrainBatch
 

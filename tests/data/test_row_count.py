@@ -10,9 +10,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from dflash_lightning.data import documents
-from dflash_lightning.data.row_count import count_rows
-from dflash_lightning.data.sources import Source
+from dflash_lightning.data.read import documents
+from dflash_lightning.data.read.row_count import count_rows
+from dflash_lightning.data.read.sources import Source
 
 LINES = "".join(json.dumps({"turns": [f"say {i}"]}) + "\n" for i in range(5))
 

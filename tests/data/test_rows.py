@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dflash_lightning.data import ChatRow, PromptRow, TextRow, TokenRow, load_prompts, read_rows
-from dflash_lightning.data.rows import parse_record
+from dflash_lightning.data.read.rows import parse_record
 
 
 def write(path: Path, *records: object) -> Path:

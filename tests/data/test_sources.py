@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from dflash_lightning.data.documents import DocumentMaker
-from dflash_lightning.data.rows import PromptRow
-from dflash_lightning.data.sources import Draw, Source, make_sources
-from dflash_lightning.data.store import DocumentStore
+from dflash_lightning.data.read.documents import DocumentMaker
+from dflash_lightning.data.read.rows import PromptRow
+from dflash_lightning.data.read.sources import Draw, Source, make_sources
+from dflash_lightning.data.read.store import DocumentStore
 
 pyarrow = pytest.importorskip("pyarrow")
 

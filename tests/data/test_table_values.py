@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from dflash_lightning.data import ChatRenderer, DocumentMaker, Source
-from dflash_lightning.data.table_values import python_rows
+from dflash_lightning.data.read.table_values import python_rows
 
 pyarrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")

@@ -11,7 +11,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from dflash_lightning.data import ChatRenderer, DraftData, UnusableRow, render_prompt
-from dflash_lightning.data.rendering import NO_PROMPT, NO_TOOLS, NOT_EXTENDED, NOT_SHOWN
+from dflash_lightning.data.read.rendering import NO_PROMPT, NO_TOOLS, NOT_EXTENDED, NOT_SHOWN
 from dflash_lightning.target import FrozenTarget
 
 Stock = Callable[[str], PreTrainedTokenizerBase]

@@ -1,19 +1,25 @@
 """Stand-ins for the two models of the loop: a target that is a table, and a proposer that follows a script."""
 
+import sys
 from collections.abc import Callable
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
 from dflash_lightning.block import Anchored
 from dflash_lightning.conditioning import KVInjection
-from dflash_lightning.decoding.builder import BestChain, SampledChain
-from dflash_lightning.decoding.loop import Parts
+from dflash_lightning.decoding.builder import DraftBuilder
+from dflash_lightning.decoding.choice import choose_strategies, named_part
 from dflash_lightning.decoding.noise import Noise
+from dflash_lightning.decoding.parts import DecodeParts
+from dflash_lightning.decoding.policy import WidthPolicy
 from dflash_lightning.decoding.proposer import NoDrafts, Proposer
 from dflash_lightning.decoding.sampling import Sampler, SamplingSpec
-from dflash_lightning.decoding.types import Scores
-from dflash_lightning.decoding.verify import MatchVerifier, TokenVerifier
+from dflash_lightning.decoding.types import Round, Scores, Verdict
+from dflash_lightning.decoding.verifier import Verifier
 from dflash_lightning.drafter import BlockTransformer
 from dflash_lightning.head import MarginalHead
 from dflash_lightning.model import DraftModel, make_draft_config
@@ -30,10 +36,13 @@ class TableTarget:
     ``features`` of a position are the token standing there, so that a proposer can check what it is handed.
     """
 
+    trees, max_batch = True, None
+
     def __init__(self, next_logits: Callable[[list[int]], torch.Tensor]) -> None:
         self.next_logits = next_logits
         self.texts: list[list[int]] = []
         self.commits: list[list[int]] = []
+        self.widths: list[int] = []  # nodes per row of every verification
 
     @property
     def lengths(self) -> torch.Tensor:
@@ -45,18 +54,31 @@ class TableTarget:
         rows = torch.tensor([prompt + [-1] * (width - len(prompt)) for prompt in prompts])
         return torch.stack([self.next_logits(text) for text in self.texts]), _features(rows), self.lengths
 
-    def verify(self, tokens: torch.Tensor) -> tuple[torch.Tensor, TargetFeatures]:
-        self.judged = tokens.tolist()
-        logits = [
-            torch.stack([self.next_logits(text + row[: k + 1]) for k in range(len(row))])
-            for text, row in zip(self.texts, self.judged, strict=True)
-        ]
-        return torch.stack(logits), _features(tokens)
+    def check_trees(self) -> None:
+        """A table judges any text."""
 
-    def commit(self, keep: torch.Tensor) -> None:
+    def verify(
+        self, tokens: torch.Tensor, *, parents: torch.Tensor | None = None, live: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Logits after the path to each node; those of nodes that are not live are NaN, and nobody may read them."""
+        self.judged = tokens
+        self.widths.append(tokens.shape[1])
+        logits = []
+        for b, text in enumerate(self.texts):
+            paths: list[list[int]] = []
+            for node, token in enumerate(tokens[b].tolist()):
+                parent = node - 1 if parents is None else int(parents[b, node])
+                paths.append([*(paths[parent] if node else []), token])
+            logits.append(torch.stack([self.next_logits(text + path) for path in paths]))
+        found = torch.stack(logits)
+        return found if live is None else found.masked_fill(~live[..., None], torch.nan)
+
+    def commit(self, path: torch.Tensor | None, keep: torch.Tensor) -> TargetFeatures:
         self.commits.append(keep.tolist())
-        for text, row, count in zip(self.texts, self.judged, keep.tolist(), strict=True):
+        rows = self.judged if path is None else self.judged.gather(1, path)
+        for text, row, count in zip(self.texts, rows.tolist(), keep.tolist(), strict=True):
             text += row[:count]
+        return _features(rows)
 
 
 def _features(tokens: torch.Tensor) -> TargetFeatures:
@@ -70,12 +92,12 @@ class ScriptedProposer(Proposer):
         self.num_drafts = num_drafts
         self.script = script
 
-    def start(self, features: TargetFeatures, lengths: torch.Tensor) -> None:
+    def start(self, features: TargetFeatures, lengths: torch.Tensor, roots: torch.Tensor) -> None:
         rows = features.hidden[:, :, 0, 0].long().tolist()
         self.texts = [row[:length] for row, length in zip(rows, lengths.tolist(), strict=True)]
         self.round = 0
 
-    def propose(self, roots: torch.Tensor) -> Scores:
+    def propose(self, roots: torch.Tensor, where: Round) -> Scores:
         answers = [
             self.script(b, [*text, root], self.round)
             for b, (text, root) in enumerate(zip(self.texts, roots.tolist(), strict=True))
@@ -85,7 +107,7 @@ class ScriptedProposer(Proposer):
             return Scores(torch.stack(answers))
         return Scores(torch.nn.functional.one_hot(torch.tensor(answers), VOCAB_SIZE).float())
 
-    def ingest(self, features: TargetFeatures, keep: torch.Tensor) -> None:
+    def ingest(self, features: TargetFeatures, keep: torch.Tensor, verdict: Verdict) -> None:
         rows = features.hidden[:, :, 0, 0].long().tolist()
         for text, row, count in zip(self.texts, rows, keep.tolist(), strict=True):
             text += row[:count]
@@ -102,18 +124,21 @@ def scripted_proposer() -> type[ScriptedProposer]:
 
 
 @pytest.fixture
-def make_parts() -> Callable[..., Parts]:
-    """``make_parts(target, proposer=None, verifier="match", vocab_size=.., **sampling)`` for ``decode_batch``."""
+def make_parts() -> Callable[..., DecodeParts]:
+    """``make_parts(target, proposer=None, verifier="match", builder=None, policy=None, **sampling)``."""
 
-    def make(target: object, proposer: Proposer | None = None, verifier: str = "match", **sampling: object) -> Parts:
-        vocab_size = int(sampling.pop("vocab_size", 0))
+    def make(
+        target: object,
+        proposer: Proposer | None = None,
+        verifier: Verifier | str = "match",
+        builder: DraftBuilder | None = None,
+        policy: WidthPolicy | None = None,
+        **sampling: object,
+    ) -> DecodeParts:
         spec = SamplingSpec(**sampling)
         sampler = Sampler(spec, Noise(spec.seed))
-        if verifier == "token":
-            builder, judge = SampledChain(sampler, vocab_size), TokenVerifier(sampler)
-        else:
-            builder, judge = BestChain(), MatchVerifier(sampler)
-        return Parts(target, proposer if proposer is not None else NoDrafts(), builder, judge)
+        builder, judge = choose_strategies(builder, policy, named_part("verifier", verifier), spec)
+        return DecodeParts(target, proposer if proposer is not None else NoDrafts(), builder, judge, sampler, policy)
 
     return make
 
@@ -162,7 +187,7 @@ def overfit(
     for _ in range(steps):
         for layout, features, positions in batches:
             hidden = draft.block_hidden(target.embed(layout.input_ids), layout, features, positions)
-            (log_prob,) = draft.views(hidden, layout, lm)["main"].scalars(LabelLogProb(layout.labels))
+            (log_prob,) = draft.outputs(hidden, layout, lm).views["main"].scalars(LabelLogProb(layout.labels))
             loss = -torch.where(layout.valid, log_prob, 0.0).sum() / layout.valid.sum()
             optimizer.zero_grad()
             loss.backward()
@@ -197,3 +222,14 @@ def overfit_draft() -> Callable[..., None]:
 @pytest.fixture
 def plain_generate() -> Callable[..., list[int]]:
     return generate_plainly
+
+
+@pytest.fixture(scope="session")
+def enumeration() -> ModuleType:
+    """``enumeration.py``: exact laws of what builders, policies and verifiers give."""
+    spec = spec_from_file_location("enumeration", Path(__file__).parent / "enumeration.py")
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module

@@ -14,6 +14,7 @@ from torch._inductor.utils import fresh_inductor_cache
 
 from dflash_lightning.decoding import SpeculativeDecoder
 from dflash_lightning.decoding.compiled import GraphCounter
+from dflash_lightning.decoding.types import Round, Verdict
 
 pytestmark = pytest.mark.compiled
 PROMPTS = [[5, 9, 3, 200, 17], [44], [(37 * i) % 250 for i in range(70)]]
@@ -24,14 +25,13 @@ def _drafts(decoder: SpeculativeDecoder, prompts: list[list[int]]) -> torch.Tens
     hidden, parts = [], decoder.parts
     with torch.no_grad():
         _, features, lengths = parts.target.prefill(prompts)
-        parts.proposer.start(features, lengths)
         roots = torch.tensor([1] * len(prompts))
-        for _ in range(2):  # a round after the prompts, and one after a round
-            hidden.append(parts.proposer.propose(roots).logits)
-            _, features = parts.target.verify(roots[:, None].repeat(1, parts.proposer.num_drafts + 1))
+        parts.proposer.start(features, lengths, roots)
+        for index in range(2):  # a round after the prompts, and one after a round
+            hidden.append(parts.proposer.propose(roots, Round(roots, lengths, index)).logits)
+            parts.target.verify(roots[:, None].repeat(1, parts.proposer.num_drafts + 1))
             keep = torch.arange(1, len(prompts) + 1)
-            parts.target.commit(keep)
-            parts.proposer.ingest(features, keep)
+            parts.proposer.ingest(parts.target.commit(None, keep), keep, Verdict(keep - 1, roots))
     return torch.stack(hidden)
 
 

@@ -6,12 +6,13 @@ import pytest
 import torch
 
 from dflash_lightning.decoding import DecodeStats, SamplingSpec, SpeculativeDecoder
-from dflash_lightning.decoding.builder import BestChain
-from dflash_lightning.decoding.decoder import resolve_verifier
-from dflash_lightning.decoding.loop import Parts, decode_batch
+from dflash_lightning.decoding.builder import BestChain, SampledChain
+from dflash_lightning.decoding.choice import choose_strategies, named_part
+from dflash_lightning.decoding.loop import decode_batch
 from dflash_lightning.decoding.noise import Noise
+from dflash_lightning.decoding.parts import DecodeParts
 from dflash_lightning.decoding.sampling import Sampler
-from dflash_lightning.decoding.verify import MatchVerifier
+from dflash_lightning.decoding.verifier import MatchVerifier, TokenVerifier
 from dflash_lightning.target import TargetAdapter
 from dflash_lightning.types import FeatureSpec
 
@@ -44,7 +45,7 @@ def test_every_family_writes_what_generate_writes_whatever_is_drafted(
     for first in range(0, 3, batch_size):
         sampler = Sampler(SamplingSpec(), Noise(0))
         adapter = _TokenFeatures(TargetAdapter(target, FeatureSpec((1,))))
-        parts = Parts(adapter, scripted_proposer(4, make_drafts(first)), BestChain(), MatchVerifier(sampler))
+        parts = DecodeParts(adapter, scripted_proposer(4, make_drafts(first)), BestChain(), MatchVerifier(), sampler)
         prompts, ids = PROMPTS[first : first + batch_size], list(range(batch_size))
         found = decode_batch(parts, prompts, ids, max_new_tokens=MAX_NEW, stop_ids=(), stats=stats)
         assert [g.output_ids for g in found] == expected[first : first + batch_size]
@@ -57,6 +58,11 @@ class _TokenFeatures:
     def __init__(self, adapter: TargetAdapter) -> None:
         self.adapter = adapter
 
+    trees, max_batch = True, None
+
+    def check_trees(self):
+        self.adapter.check_trees()
+
     def prefill(self, prompts):
         logits, features, lengths = self.adapter.prefill(prompts)
         width = features.hidden.shape[1]
@@ -64,13 +70,14 @@ class _TokenFeatures:
         features.hidden = rows[..., None, None].float()
         return logits, features, lengths
 
-    def verify(self, tokens):
-        logits, features = self.adapter.verify(tokens)
-        features.hidden = tokens[..., None, None].float()
-        return logits, features
+    def verify(self, tokens, *, parents=None, live=None):
+        self.tokens = tokens
+        return self.adapter.verify(tokens, parents=parents, live=live)
 
-    def commit(self, keep):
-        self.adapter.commit(keep)
+    def commit(self, path, keep):
+        features = self.adapter.commit(path, keep)
+        features.hidden = (self.tokens if path is None else self.tokens.gather(1, path))[..., None, None].float()
+        return features
 
 
 @pytest.mark.parametrize("settings", [{}, {"label_layout": "anchor_first"}, {"block_size": 6}])
@@ -152,8 +159,8 @@ def test_reduced_draft_vocabulary_proposes_its_own_tokens(
     vocabulary = sorted({token for text in expected for token in text} - {expected[0][11]})
     draft = make_draft(target, draft_vocab=vocabulary)
     overfit_draft(target, draft, list(zip(PROMPTS[:2], expected, strict=True)), steps=40)
-    for spec, verifier in ((SamplingSpec(), "greedy"), (SamplingSpec(), "token")):
-        decoder = _decoder(target, draft, batch_size=2, sampling=spec, verifier=verifier)
+    for verifier in (None, TokenVerifier()):
+        decoder = _decoder(target, draft, batch_size=2, verifier=verifier)
         result = decoder.decode(PROMPTS[:2], max_new_tokens=MAX_NEW, stop_ids=())
         assert [g.output_ids for g in result.generations] == expected
         assert result.stats.tau > 1.5
@@ -171,12 +178,12 @@ def test_sampling_by_match_equals_plain_sampling_in_any_batch(
     )
     expected = [g.output_ids for g in plain.generations]
     overfit_draft(target, draft, list(zip(PROMPTS[:2], expected[:2], strict=True)), steps=40)
-    matching = _decoder(target, draft, sampling=spec, verifier="match", batch_size=3)
-    assert matching.repeatable
+    matching = _decoder(target, draft, sampling=spec, verifier=MatchVerifier(), batch_size=3)
+    assert matching.parts.repeatable
     drafted = matching.decode(PROMPTS, max_new_tokens=MAX_NEW, stop_ids=(), request_ids=[30, 10, 20])
     assert [g.output_ids for g in drafted.generations] == expected
     assert drafted.stats.histogram[0] and sum(drafted.stats.histogram[1:-1]) and drafted.stats.histogram[-1]
-    alone = _decoder(target, draft, sampling=spec, verifier="match")
+    alone = _decoder(target, draft, sampling=spec, verifier=MatchVerifier())
     for prompt, request, text in zip(PROMPTS, [30, 10, 20], expected, strict=True):
         found = alone.decode([prompt], max_new_tokens=MAX_NEW, stop_ids=(), request_ids=[request])
         assert found.generations[0].output_ids == text
@@ -191,7 +198,7 @@ def test_sampling_by_rejection_is_repeatable_and_not_batch_dependent(make_target
 
     def decode(prompts, requests, batch_size):
         decoder = _decoder(target, draft, sampling=spec, batch_size=batch_size)
-        assert not decoder.repeatable
+        assert not decoder.parts.repeatable
         result = decoder.decode(prompts, max_new_tokens=12, stop_ids=(), request_ids=requests)
         return [g.output_ids for g in result.generations]
 
@@ -251,7 +258,7 @@ def test_limits_are_checked_before_anything_is_decoded(make_target, make_draft) 
     draft = make_draft(target)
     decoder = _decoder(target, draft, max_length=20)
     assert len(decoder.decode([[1] * 10], max_new_tokens=10, stop_ids=()).generations[0].output_ids) == 10
-    with pytest.raises(ValueError, match=r"prompts\[1\]: 11 tokens .* raise max_length"):
+    with pytest.raises(ValueError, match=r"11 tokens of prompts\[1\] do not fit: this decoder has 20 .*a larger max"):
         decoder.decode([[1] * 10, [1] * 11], max_new_tokens=10, stop_ids=())
     with pytest.raises(ValueError, match="is empty"):
         decoder.decode([[]], max_new_tokens=10, stop_ids=())
@@ -267,14 +274,30 @@ def test_limits_are_checked_before_anything_is_decoded(make_target, make_draft) 
     _decoder(short, None, max_length=100).decode([[1] * 10], max_new_tokens=14, stop_ids=())
 
 
-def test_verifiers_that_would_not_do_what_is_asked_are_refused(make_target) -> None:
-    target = make_target("llama")
-    with pytest.raises(ValueError, match="'greedy' at temperature"):
-        _decoder(target, None, sampling=SamplingSpec(temperature=0.5), verifier="greedy")
-    with pytest.raises(ValueError, match="'block' is unknown"):
-        resolve_verifier("block", SamplingSpec())
-    assert resolve_verifier("auto", SamplingSpec()) == "greedy"
-    assert resolve_verifier("auto", SamplingSpec(temperature=0.5)) == "token"
+@pytest.mark.parametrize(
+    ("temperature", "given", "expected"),
+    [
+        (0.0, {}, (BestChain, MatchVerifier)),
+        (0.5, {}, (SampledChain, TokenVerifier)),
+        (0.5, {"verifier": MatchVerifier()}, (BestChain, MatchVerifier)),
+        (0.0, {"verifier": TokenVerifier()}, (SampledChain, TokenVerifier)),
+        (0.5, {"builder": BestChain()}, (BestChain, MatchVerifier)),
+        (0.0, {"builder": SampledChain()}, (SampledChain, TokenVerifier)),
+        (0.0, {"builder": SampledChain(), "verifier": MatchVerifier()}, (SampledChain, MatchVerifier)),
+    ],
+)
+def test_what_is_left_open_goes_with_the_temperature_and_with_what_is_given(temperature, given, expected) -> None:
+    settings = {"builder": None, "verifier": None, **given}
+    chosen = choose_strategies(settings["builder"], None, settings["verifier"], SamplingSpec(temperature))
+    assert tuple(map(type, chosen)) == expected
+
+
+def test_names_of_parts_are_known_or_refused() -> None:
+    assert isinstance(named_part("verifier", "match"), MatchVerifier)
+    with pytest.raises(ValueError, match=r"decoding.verifier: 'blok' is no verifier. Use null .*'match'"):
+        named_part("verifier", "blok")
+    with pytest.raises(ValueError, match=r"decoding.verifier: RejectionVerifier judges \['sampled'\] drafts"):
+        choose_strategies(BestChain(), None, TokenVerifier(), SamplingSpec())
 
 
 def test_a_block_longer_than_a_chunk_of_the_prompt_fits_the_buffers(make_target, make_draft, plain_generate) -> None:

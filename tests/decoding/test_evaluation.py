@@ -14,7 +14,7 @@ from dflash_lightning.decoding.evaluation import Evaluator
 from dflash_lightning.decoding.interval import difference_interval, pooled_tau, tau_interval
 from dflash_lightning.decoding.stats import DecodeStats
 from dflash_lightning.decoding.types import Generation
-from dflash_lightning.decoding.verify import MatchVerifier
+from dflash_lightning.decoding.verifier import MatchVerifier, TokenVerifier
 from dflash_lightning.decoding.watch import Watch
 from dflash_lightning.progress import Progress
 from dflash_lightning.target import FrozenTarget
@@ -99,8 +99,8 @@ def test_a_verifier_that_lets_wrong_drafts_stand_is_found_in_bfloat16(
     verify, draft = MatchVerifier.verify, make_draft(target)
     assert not Evaluator(target, draft, PROMPTS, SETTINGS, num_checked=3)().broken
 
-    def lenient(self, drafted, logits, where):
-        verdict = verify(self, drafted, logits, where)
+    def lenient(self, drafted, logits, where, sampler):
+        verdict = verify(self, drafted, logits, where, sampler)
         wrong = (verdict.accepted == 0) & (drafted.tokens.shape[1] > 1)
         verdict.following = torch.where(wrong, (verdict.following + 1) % 200, verdict.following)
         return verdict
@@ -115,7 +115,7 @@ def test_draws_that_differ_are_judged_with_their_noise(law, make_tiny_model, byt
     """What the noise chose has no gap; another token has one, or is outside of what top-k left."""
     target = FrozenTarget(make_tiny_model("llama").to(torch.bfloat16), byte_tokenizer)
     spec = SamplingSpec(temperature=1.0, seed=3, **law)
-    plain = SpeculativeDecoder(target, None, sampling=spec, verifier="match", max_length=20)
+    plain = SpeculativeDecoder(target, None, sampling=spec, max_length=20)
     (generation,) = plain.decode([[5, 9]], max_new_tokens=3, stop_ids=(), request_ids=[8]).generations
     said = generation.output_ids
     gaps = []
@@ -145,7 +145,7 @@ def test_equal_outputs_have_no_differences(make_target, make_draft) -> None:
         ({"temperature": 1.0, "top_p": 1.5}, r"decoding\.top_p: 1\.5 is not in"),
         ({"top_k": 5}, r"decoding\.top_k: 5 would be ignored at temperature 0"),
         ({"top_p": 0.9}, r"decoding\.top_p: 0\.9 would be ignored at temperature 0"),
-        ({"temperature": 0.5, "verifier": "greedy"}, r"decoding\.verifier: 'greedy' at temperature 0\.5"),
+        ({"temperature": 0.5, "verifier": "greedy"}, r"decoding\.verifier: 'greedy' is no verifier. Use null"),
     ],
 )
 def test_settings_that_cannot_decode_are_refused_when_they_are_made(settings, message) -> None:
@@ -153,10 +153,11 @@ def test_settings_that_cannot_decode_are_refused_when_they_are_made(settings, me
         DecodingSettings(**settings)
 
 
-def test_only_rejection_above_temperature_0_is_not_repeatable() -> None:
-    assert DecodingSettings().repeatable and DecodingSettings(verifier="token").repeatable
-    assert DecodingSettings(temperature=1.0, verifier="match").repeatable
-    assert not DecodingSettings(temperature=1.0).repeatable
+def test_parts_without_settings_are_written_by_their_name() -> None:
+    assert isinstance(DecodingSettings(verifier="token").verifier, TokenVerifier)
+    assert DecodingSettings(temperature=1.0, verifier="match").summary()["verifier"] == {
+        "_target_": "dflash_lightning.decoding.verifier.match.MatchVerifier"
+    }
 
 
 LOOP = [7, 8] * 20
@@ -182,7 +183,7 @@ def test_tau_without_loops_leaves_out_their_rounds() -> None:
     stats = DecodeStats(3)
     for ids, committed in ((LOOP[:13], [4, 4, 4]), (TEXT[:4], [1, 2])):
         for count in committed:
-            stats.add_round(width=3, accepted=count - 1, committed=count)
+            stats.add_round(depth=min(count, 3), nodes=3, accepted=count - 1, committed=count)
         stats.add_request(Generation(0, ids, committed, [c - 1 for c in committed], "length"))
     assert (stats.looped_requests, stats.cut_requests) == (1, 2)
     assert stats.tau == 3.0 and stats.tau_without_loops == 1.5

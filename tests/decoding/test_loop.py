@@ -6,9 +6,11 @@ import random
 import pytest
 import torch
 
-from dflash_lightning.decoding.loop import check_compatible, clip, decode_batch
+from dflash_lightning.decoding.builder import BestChain
+from dflash_lightning.decoding.loop import clip, decode_batch
+from dflash_lightning.decoding.parts import check_compatible
 from dflash_lightning.decoding.stats import DecodeStats
-from dflash_lightning.decoding.types import Generation
+from dflash_lightning.decoding.types import Draft, Generation
 
 VOCAB = 100
 
@@ -146,12 +148,43 @@ def test_output_is_cut_by_count_and_never_by_value(table_target, scripted_propos
     assert found.output_ids == [0] * 9 and found.accepted == [3, 3]
 
 
+class TwoGuesses(BestChain):
+    """A tree: at every depth the proposer's two likeliest tokens, of which the likeliest has the children."""
+
+    trees = True
+
+    def build(self, roots, scores, where, sampler) -> Draft:
+        best = scores.logits.topk(2).indices.flatten(1)
+        parents = [0] + [max(0, 2 * depth - 1) for depth in range(best.shape[1] // 2) for _ in range(2)]
+        tokens = torch.cat([roots[:, None], best], dim=1)
+        return Draft(tokens, "delta", parents=torch.tensor(parents).expand_as(tokens))
+
+
+def test_of_a_tree_the_path_is_committed_handed_over_and_counted(table_target, scripted_proposer, make_parts) -> None:
+    """Three deep, six nodes. The right token is the likelier guess, the other one, or none, as the script says."""
+    text = [5, *range(10, 40)]
+
+    def logits(b: int, prefix: list[int], r: int) -> torch.Tensor:
+        guesses = torch.zeros(3, VOCAB)
+        for k, right in enumerate(text[len(prefix) : len(prefix) + 3]):
+            guesses[k, right], guesses[k, right + 40], guesses[k, right + 41] = 2.0, (3.0, 1.0)[r % 3 != k], 1.5
+        return guesses
+
+    parts = make_parts(table_target(follow(text)), scripted_proposer(3, logits), builder=TwoGuesses())
+    check_compatible(parts)
+    (found,), stats = decode(parts, [[5]], max_new_tokens=10)
+    assert found.output_ids == text[1:11] and found.accepted == [1, 2, 3]
+    assert parts.proposer.texts == parts.target.texts == [text[:10]]
+    assert stats.histogram == [0, 1, 1, 1] and stats.at_risk == [3, 2, 1] and stats.full_accept == 1.0
+    assert stats.verify_rate == 9 / (18 + 3)
+
+
 def test_argmax_drafts_are_refused_for_rejection(table_target, scripted_proposer, make_parts) -> None:
     from dataclasses import replace
 
     proposer = scripted_proposer(1, lambda b, prefix, r: [0])
     delta = make_parts(table_target(follow([1])), proposer)
-    token = make_parts(table_target(follow([1])), proposer, verifier="token", vocab_size=VOCAB)
+    token = make_parts(table_target(follow([1])), proposer, verifier="token")
     check_compatible(delta)
     check_compatible(token)
     check_compatible(

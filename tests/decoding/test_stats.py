@@ -11,7 +11,8 @@ from dflash_lightning.decoding.types import Generation
 def stats_of(num_drafts: int, rounds: list[tuple[int, int, int]]) -> DecodeStats:
     stats = DecodeStats(num_drafts)
     for width, accepted, committed in rounds:
-        stats.add_round(width=width, accepted=accepted, committed=committed)
+        depth = min(accepted + 1, width)
+        stats.add_round(depth=depth, nodes=width, accepted=accepted, committed=committed, narrowed=width < num_drafts)
     return stats
 
 
@@ -39,6 +40,22 @@ def test_acceptance_length_of_four_runs() -> None:
     assert stats.survival == pytest.approx([0.75, 0.5, 0.25])
 
 
+def test_a_tree_is_counted_by_depth_and_paid_for_by_node() -> None:
+    """Trees of eight nodes, three deep: a whole path, a leaf at depth 2, a rejection at depth 2, one at the root.
+
+    Counted by nodes, the first round would stand beyond the last slot, and no round would be in the histogram.
+    """
+    stats = DecodeStats(3)
+    for depth, accepted in ((3, 3), (2, 2), (2, 1), (1, 0)):
+        stats.add_round(depth=depth, nodes=8, accepted=accepted, committed=accepted + 1)
+    assert stats.histogram == [1, 1, 1, 1] and stats.ceiling == 1 / 4
+    assert stats.full_accept == 1 / 2  # the whole path and the leaf
+    assert stats.accepted_share == 6 / 32
+    assert stats.verify_rate == 10 / (32 + 4)
+    assert stats.at_risk == [4, 3, 1] and stats.stood == [3, 2, 1]
+    assert stats.tau == stats.tau_whole == 2.5
+
+
 def test_grouping_of_rounds_does_not_matter() -> None:
     rounds = [(3, 3, 4), (3, 1, 2), (3, 2, 3), (3, 0, 1)]
     assert stats_of(3, rounds[:2]) + stats_of(3, rounds[2:]) == stats_of(3, rounds)
@@ -56,7 +73,7 @@ def test_pooled_tau_is_not_the_mean_of_requests() -> None:
     stats = DecodeStats(7)
     for request, committed in enumerate(([8, 8], [1] * 8)):
         for count in committed:
-            stats.add_round(width=7, accepted=count - 1, committed=count)
+            stats.add_round(depth=min(count, 7), nodes=7, accepted=count - 1, committed=count)
         stats.add_request(
             Generation(request, [0] * (1 + sum(committed)), committed, [c - 1 for c in committed], "length")
         )

@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from dflash_lightning.decoding.builder import SampledChain
+from dflash_lightning.decoding.law import Law
 from dflash_lightning.decoding.loop import decode_batch
 from dflash_lightning.decoding.noise import Noise, Stream
 from dflash_lightning.decoding.sampling import Sampler, SamplingSpec
 from dflash_lightning.decoding.stats import DecodeStats
 from dflash_lightning.decoding.types import Draft, Round, Scores
-from dflash_lightning.decoding.verify import MatchVerifier, TokenVerifier
+from dflash_lightning.decoding.verifier import MatchVerifier, TokenVerifier
 
 # After nothing, and after each last token: the target is a Markov chain.
 E3_FIRST = (0.5, 0.3, 0.2)
@@ -24,7 +25,7 @@ E3_DRAFT = ((0.4, 0.4, 0.2), (0.2, 0.2, 0.6), (0.4, 0.3, 0.3))
 P2_ALWAYS = (1 / 3, 2 / 3)
 P2_DRAFT = ((2 / 3, 1 / 3),) * 3
 
-Law = dict[tuple[int, ...], float]
+TextLaw = dict[tuple[int, ...], float]
 
 
 class FixedUniform(Noise):
@@ -46,7 +47,7 @@ def target_rows(case: str, drafts: tuple[int, ...]) -> list[tuple[float, ...]]:
     return [E3_FIRST, *(E3_AFTER[token] for token in drafts)]
 
 
-def enumerate_token(case: str, num_drafts: int, declared: tuple | None = None) -> tuple[Law, list[float]]:
+def enumerate_token(case: str, num_drafts: int, declared: tuple | None = None) -> tuple[TextLaw, list[float]]:
     """Exact law of the next ``num_drafts + 1`` tokens under token verification, and of the number accepted.
 
     Every draft is put through the shipped verifier once for every number of acceptances, forced by its uniform numbers;
@@ -55,7 +56,7 @@ def enumerate_token(case: str, num_drafts: int, declared: tuple | None = None) -
     """
     rows = (E3_DRAFT if case == "E3" else P2_DRAFT)[:num_drafts]
     vocab = range(len(rows[0]))
-    output: Law = {}
+    output: TextLaw = {}
     accepted_law = [0.0] * (num_drafts + 1)
     for drafts in itertools.product(vocab, repeat=num_drafts):
         drawn = float(torch.tensor([rows[k][x] for k, x in enumerate(drafts)], dtype=torch.float64).prod())
@@ -63,10 +64,10 @@ def enumerate_token(case: str, num_drafts: int, declared: tuple | None = None) -
         for stop in range(num_drafts + 1):
             # Just above every acceptance probability but 1, or just below every one but 0.
             uniform = torch.tensor([[1e-7 if k < stop else 1 - 1e-7 for k in range(num_drafts)]])
-            verifier = TokenVerifier(Sampler(SamplingSpec(temperature=1.0), FixedUniform(uniform)))
-            draft = Draft(torch.tensor([[0, *drafts]]), "sampled", torch.tensor([declared or rows]))
+            sampler = Sampler(SamplingSpec(temperature=1.0), FixedUniform(uniform))
+            draft = Draft(torch.tensor([[0, *drafts]]), "sampled", law=Law(torch.tensor([declared or rows])))
             where = Round(torch.zeros(1, dtype=torch.long), torch.zeros(1, dtype=torch.long), 0)
-            verdict = verifier.verify(draft, torch.tensor([target]).log(), where)
+            verdict = TokenVerifier().verify(draft, torch.tensor([target]).log(), where, sampler)
             if int(verdict.accepted) != stop:  # this many cannot happen: a draft that is certain, or impossible
                 continue
             accept = verdict.acceptance[0].double()
@@ -81,9 +82,9 @@ def enumerate_token(case: str, num_drafts: int, declared: tuple | None = None) -
     return output, accepted_law
 
 
-def continuations(case: str, text: tuple[int, ...], count: int) -> Law:
+def continuations(case: str, text: tuple[int, ...], count: int) -> TextLaw:
     """The target's own law of the next ``count`` tokens after ``text``."""
-    laws: Law = {(): 1.0}
+    laws: TextLaw = {(): 1.0}
     for _ in range(count):
         laws = {
             (*rest, token): p * row[token]
@@ -94,7 +95,7 @@ def continuations(case: str, text: tuple[int, ...], count: int) -> Law:
     return laws
 
 
-def total_variation(a: Law, b: Law) -> float:
+def total_variation(a: TextLaw, b: TextLaw) -> float:
     return 0.5 * sum(abs(a.get(key, 0.0) - b.get(key, 0.0)) for key in {*a, *b})
 
 
@@ -134,10 +135,10 @@ def test_an_argmax_draft_judged_by_a_marginal_law_goes_wrong_as_predicted(p, q, 
     """Section 1 item 1, which is why ``check_compatible`` refuses the pair."""
     found = torch.zeros(3)
     for stop, u in enumerate((1 - 1e-7, 1e-7)):
-        verifier = TokenVerifier(Sampler(SamplingSpec(temperature=1.0), FixedUniform(torch.tensor([[u]]))))
+        sampler = Sampler(SamplingSpec(temperature=1.0), FixedUniform(torch.tensor([[u]])))
         where = Round(torch.zeros(1, dtype=torch.long), torch.zeros(1, dtype=torch.long), 0)
-        told = Draft(torch.tensor([[0, draft]]), "sampled", torch.tensor([[q]]))
-        verdict = verifier.verify(told, torch.tensor([[p, p]]).log(), where)
+        told = Draft(torch.tensor([[0, draft]]), "sampled", law=Law(torch.tensor([[q]])))
+        verdict = TokenVerifier().verify(told, torch.tensor([[p, p]]).log(), where, sampler)
         accept = float(verdict.acceptance)
         if int(verdict.accepted) != stop:
             continue
@@ -156,10 +157,11 @@ def test_matching_accepts_an_argmax_draft_as_often_as_the_target_says_it(case, n
     n = 40000
     rows = torch.tensor((E3_DRAFT if case == "E3" else P2_DRAFT)[:num_drafts])
     drafts = tuple(rows.argmax(-1).tolist())
-    verifier = MatchVerifier(Sampler(SamplingSpec(temperature=1.0, seed=5), Noise(5)))
+    sampler = Sampler(SamplingSpec(temperature=1.0, seed=5), Noise(5))
     logits = torch.tensor([target_rows(case, drafts)]).log().expand(n, -1, -1)
     where = Round(torch.arange(n), torch.full((n,), 7), 0)
-    verdict = verifier.verify(Draft(torch.tensor([[0, *drafts]]).expand(n, -1), "delta"), logits, where)
+    draft = Draft(torch.tensor([[0, *drafts]]).expand(n, -1), "delta")
+    verdict = MatchVerifier().verify(draft, logits, where, sampler)
     accepted = verdict.accepted.double()
     assert abs(float(accepted.mean()) - expected) < 4 * float(accepted.std()) / n**0.5
 
@@ -175,9 +177,9 @@ def test_drawn_tokens_follow_the_target(verifier) -> None:
     sampler = Sampler(SamplingSpec(temperature=1.0, seed=2), Noise(2))
     where = Round(torch.arange(n), torch.full((n,), 3), 4)
     scores = torch.tensor([E3_DRAFT[:1]]).log().expand(n, -1, -1)
-    draft = SampledChain(sampler, 3).build(torch.zeros(n, dtype=torch.long), Scores(scores), where)
+    draft = SampledChain().build(torch.zeros(n, dtype=torch.long), Scores(scores), where, sampler)
     logits = torch.stack([torch.tensor(target_rows("E3", (x,))).log() for x in range(3)])[draft.tokens[:, 1]]
-    verdict = verifier(sampler).verify(draft, logits, where)
+    verdict = verifier().verify(draft, logits, where, sampler)
     whole = verdict.accepted == 1
     first = torch.where(whole, draft.tokens[:, 1], verdict.following)
     counts = torch.zeros(9, dtype=torch.float64)
@@ -200,7 +202,6 @@ def test_the_loop_writes_texts_as_often_as_the_target_would(
         scripted_proposer(2, lambda b, text, r: draft),
         verifier,
         temperature=1.0,
-        vocab_size=3,
         seed=9,
     )
     stats = DecodeStats(2)
@@ -214,10 +215,12 @@ def test_the_loop_writes_texts_as_often_as_the_target_would(
 def test_rejection_noise_is_new_in_every_round() -> None:
     """Section 1 item 8: a position that is drafted again must not meet the noise that its last draft was drawn with."""
     sampler = Sampler(SamplingSpec(temperature=1.0), Noise(0))
-    builder = SampledChain(sampler, 50)
+    builder = SampledChain()
     logits = torch.zeros(4, 6, 50)
     roots, at = torch.zeros(4, dtype=torch.long), torch.full((4,), 9)
-    first, second = (builder.build(roots, Scores(logits), Round(torch.arange(4), at, index)) for index in (0, 1))
+    first, second = (
+        builder.build(roots, Scores(logits), Round(torch.arange(4), at, index), sampler) for index in (0, 1)
+    )
     assert not torch.equal(first.tokens, second.tokens)
 
 
@@ -227,9 +230,9 @@ def test_reduced_draft_vocabulary_keeps_the_law() -> None:
     sampler = Sampler(SamplingSpec(temperature=1.0), Noise(0))
     where = Round(torch.arange(n), torch.zeros(n, dtype=torch.long), 0)
     scores = Scores(torch.zeros(n, 1, 2), torch.tensor([0, 2]))
-    draft = SampledChain(sampler, 3).build(torch.zeros(n, dtype=torch.long), scores, where)
+    draft = SampledChain().build(torch.zeros(n, dtype=torch.long), scores, where, sampler)
     assert set(draft.tokens[:, 1].tolist()) == {0, 2}
-    verdict = TokenVerifier(sampler).verify(draft, p.log().expand(n, 2, 3), where)
+    verdict = TokenVerifier().verify(draft, p.log().expand(n, 2, 3), where, sampler)
     first = torch.where(verdict.accepted == 1, draft.tokens[:, 1], verdict.following)
     expected = n * p.double()
     assert float(((first.bincount(minlength=3) - expected) ** 2 / expected).sum()) < 21.1

@@ -13,7 +13,7 @@ import pytest
 from dflash_lightning.cli import main
 from dflash_lightning.export import FORMATS, Exported, check, export
 from dflash_lightning.model import load_draft, save_draft
-from dflash_lightning.model_files import read_draft_config
+from dflash_lightning.model.files import read_draft_config
 
 
 @pytest.fixture

@@ -18,8 +18,8 @@ from dflash_lightning.conditioning import KVInjection
 from dflash_lightning.drafter import BlockTransformer
 from dflash_lightning.export import FORMATS, Exported, check, export
 from dflash_lightning.head import MarginalHead
-from dflash_lightning.model_found import find_weights
-from dflash_lightning.model_start import DraftPlan
+from dflash_lightning.model.found import find_weights
+from dflash_lightning.model.start import DraftPlan
 
 QUANTISED = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {}}
 READERS = {

@@ -18,11 +18,12 @@ def test_the_view_covers_the_scored_slots_with_the_same_logits_as_decoding() -> 
     layout = merge_layouts([[(0, part)]], num_blocks=9, alignment=alignment)
     lm = LanguageHead(torch.randn(20, 6), softcap=3.0)
     hidden = torch.randn(1, 9, 4, 6)
-    views = MarginalHead().views(hidden, layout, lm)
+    views = MarginalHead().outputs(hidden, layout, lm).views
     assert list(views) == ["main"]
 
     log_prob, best = views["main"].scalars(LabelLogProb(layout.labels), Argmax())
-    logits = torch.stack([MarginalHead().logits(hidden[:, n], lm) for n in range(9)], 1)
+    roots = torch.tensor([3])
+    logits = torch.stack([MarginalHead().open(hidden[:, n], roots, lm).logits for n in range(9)], 1)
     want = torch.log_softmax(logits, -1).gather(-1, layout.labels[..., None]).squeeze(-1)
     assert layout.scored.sum() > 10
     assert torch.allclose(log_prob, want.where(layout.scored, 0.0), rtol=0, atol=1e-5)
@@ -31,7 +32,9 @@ def test_the_view_covers_the_scored_slots_with_the_same_logits_as_decoding() -> 
 
 def test_a_reduced_head_gives_one_column_per_id() -> None:
     lm = LanguageHead(torch.randn(20, 6)).restrict(torch.tensor([2, 5, 19]))
-    assert MarginalHead().logits(torch.randn(2, 3, 6), lm).shape == (2, 3, 3)
+    scores = MarginalHead().open(torch.randn(2, 3, 6), torch.tensor([5, 19]), lm)
+    assert scores.logits.shape == (2, 3, 3) and scores.ids is lm.ids
+    assert scores.step is None, "marginals are drawn all at once"
 
 
 def test_it_has_no_weights_and_is_made_from_its_name() -> None:

@@ -57,7 +57,7 @@ def make_views(cross_entropies: list[list[float]], layout: BlockLayout) -> tuple
     hidden = -torch.tensor([cross_entropies], dtype=torch.float64).expm1().log()[..., None]
     hidden.requires_grad_()
     head = LanguageHead(torch.tensor([[1.0], [0.0]], dtype=torch.float64))
-    return MarginalHead().views(hidden, layout, head), hidden
+    return MarginalHead().outputs(hidden, layout, head).views, hidden
 
 
 def value_of(loss: CrossEntropy, cross_entropies: list[list[float]], layout: BlockLayout) -> float:
@@ -138,7 +138,7 @@ def test_sum_and_gradient_equal_a_loop_over_slots(label_layout: LabelLayout, dec
         slow = slow - weight * torch.log_softmax(head.weight @ hidden[0, n, k], -1)[layout.labels[0, n, k]]
         weight_sum += weight
     loss = CrossEntropy(decay=decay)
-    fast = loss.numerator(MarginalHead().views(hidden, layout, head), layout, FEATURES, CTX)
+    fast = loss.numerator(MarginalHead().outputs(hidden, layout, head).views, layout, FEATURES, CTX)
     assert weight_sum > 5 and fast.item() == pytest.approx(slow.item(), rel=1e-7)
     expected, gradient = (torch.autograd.grad(x, hidden)[0] for x in (slow, fast))
     assert torch.allclose(gradient, expected, rtol=0, atol=1e-6)
@@ -163,7 +163,7 @@ def test_nan_in_an_invalid_slot_changes_neither_value_nor_gradient(scored: list[
 def test_no_valid_slot_gives_zero_over_zero_and_still_reaches_every_parameter() -> None:
     layout = make_layout([[0, 0, 0, 0]])
     layer = torch.nn.Linear(3, 3)
-    views = MarginalHead().views(layer(torch.randn(1, 1, 4, 3)), layout, LanguageHead(torch.randn(7, 3)))
+    views = MarginalHead().outputs(layer(torch.randn(1, 1, 4, 3)), layout, LanguageHead(torch.randn(7, 3))).views
     loss = CrossEntropy(decay=4)
     numerator = loss.numerator(views, layout, FEATURES, CTX)
     numerator.backward()
@@ -178,7 +178,7 @@ def test_labels_outside_the_draft_vocabulary_are_left_out() -> None:
     head = LanguageHead(torch.randn(3, 5, dtype=torch.float64)).restrict(torch.tensor([0, 2]))
     hidden = torch.randn(1, 1, 4, 5, dtype=torch.float64)
     log_probs = torch.log_softmax(hidden @ head.weight.T, -1)[0, 0]
-    value = CrossEntropy().numerator(MarginalHead().views(hidden, layout, head), layout, FEATURES, CTX)
+    value = CrossEntropy().numerator(MarginalHead().outputs(hidden, layout, head).views, layout, FEATURES, CTX)
     assert value.item() == pytest.approx(-(log_probs[1, 0] + log_probs[3, 1]).item(), rel=1e-9)
 
 

@@ -14,7 +14,7 @@ ROUNDS = [(3, 3, 4), (3, 1, 2), (3, 2, 3), (3, 0, 1), (3, 3, 2)]
 def stats_of(rounds: list[tuple[int, int, int]]) -> DecodeStats:
     stats = DecodeStats(3)
     for width, accepted, committed in rounds:
-        stats.add_round(width=width, accepted=accepted, committed=committed)
+        stats.add_round(depth=min(accepted + 1, width), nodes=width, accepted=accepted, committed=committed)
     return stats
 
 

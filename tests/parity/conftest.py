@@ -104,7 +104,7 @@ def lay_out(make_layout: Callable[..., BlockLayout], anchors: tuple[int, ...], *
 
 def run_our_loop(target: FrozenTarget, draft: DraftModel, stop_ids: tuple[int, ...]) -> Generation:
     """Our own loop, greedy, with plain weights: packed ones differ in the fifth decimal."""
-    settings = DecodingSettings(max_new_tokens=NEW_TOKENS, compile=False, packed=False)
+    settings = DecodingSettings(max_new_tokens=NEW_TOKENS, compile=False, prepacked=False)
     decoder = settings.make_decoder(target, draft, longest_prompt=len(PROMPT))
     return decoder.decode([PROMPT], max_new_tokens=NEW_TOKENS, stop_ids=stop_ids).generations[0]
 

@@ -28,6 +28,8 @@ LAYERS = 4
 TOLERANCE = 1e-4  # relative to the largest value
 NEW_TOKENS = 12
 LENGTHS = (11, 30)  # one within and one past the windows of 8
+TREE_LENGTHS = ((11, 30, 5), (17, 17), (30,))  # ragged, equal, one
+TREE_NODES = 9
 MOST_PARAMETERS = 3e7
 # Whatever of this a family's configuration has is set; experts route, windows end, latent attention is narrow.
 _SIZES: dict[str, Any] = {
@@ -114,7 +116,7 @@ def judge(family: str) -> Outcome:
         check_decoding(target)
     except ValueError as error:
         return Outcome("refused", f"self-check: {str(error).removeprefix('target: ').split('. ')[0]}")
-    faults = [*embedding_faults(target), *feature_faults(target), *decoding_faults(target)]
+    faults = [*embedding_faults(target), *feature_faults(target), *decoding_faults(target), *tree_faults(target)]
     return Outcome("wrong", "; ".join(faults)) if faults else Outcome("ok", "")
 
 
@@ -157,7 +159,7 @@ def feature_faults(target: FrozenTarget) -> list[str]:
     hooked = [torch.stack(run_intact(target.model, target.anatomy.layers, ids).outputs, dim=2) for ids in rows]
     positions = [torch.arange(ids.shape[1])[None] for ids in rows]
     packed = target.features(torch.cat(rows, 1), torch.cat(positions, 1), spec).hidden
-    adapter = TargetAdapter(target, spec, packed=False)
+    adapter = TargetAdapter(target, spec, prepacked=False)
     faults = []
     begin = 0
     for ids, place, truth in zip(rows, positions, hooked, strict=True):
@@ -181,8 +183,8 @@ def _decoded_features(adapter: TargetAdapter, ids: Tensor) -> Tensor:
     pieces = [adapter.prefill([row[:half]])[1].hidden]
     for begin in range(half, len(row), 4):
         block = row[begin : begin + 4]
-        pieces.append(adapter.verify(torch.tensor([block]))[1].hidden)
-        adapter.commit(torch.tensor([len(block)]))
+        adapter.verify(torch.tensor([block]))
+        pieces.append(adapter.commit(None, torch.tensor([len(block)])).hidden)
     return torch.cat(pieces, dim=1)
 
 
@@ -192,9 +194,7 @@ def decoding_faults(target: FrozenTarget) -> list[str]:
     settings = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     expected = [target.model.generate(ids, **settings)[0, ids.shape[1] :].tolist() for ids in _rows()]
     sampling = SamplingSpec(0.0, None, None, 0)
-    decoder = SpeculativeDecoder(
-        target, None, sampling=sampling, verifier="greedy", max_length=128, batch_size=2, compile=False
-    )
+    decoder = SpeculativeDecoder(target, None, sampling=sampling, max_length=128, batch_size=2, compile=False)
 
     def decode(some: list[list[int]]) -> list[list[int]]:
         result = decoder.decode(some, max_new_tokens=NEW_TOKENS, stop_ids=())
@@ -204,6 +204,70 @@ def decoding_faults(target: FrozenTarget) -> list[str]:
     if [decode([prompt])[0] for prompt in prompts] != expected:
         faults.append("single prompts are decoded otherwise than by generate")
     return faults
+
+
+def tree_faults(target: FrozenTarget) -> list[str]:
+    """Random trees, and a chain after one path of each, against plain forwards; in a ragged batch, an equal one, alone.
+
+    A family that fails the trial at start has its trees refused, which is no fault: see ``tree_check``.
+    """
+    adapter = TargetAdapter(target, FeatureSpec(tuple(range(target.facts.num_layers))), packed=False)
+    if not adapter.trees:
+        return []
+    return [fault for lengths in TREE_LENGTHS for fault in _tree_faults(adapter, target, lengths)]
+
+
+def _tree_faults(adapter: TargetAdapter, target: FrozenTarget, lengths: tuple[int, ...]) -> list[str]:
+    generator = torch.Generator().manual_seed(len(lengths))
+    prompts = [torch.randint(5, 260, (length,), generator=generator).tolist() for length in lengths]
+    tokens = torch.randint(5, 260, (len(lengths), TREE_NODES), generator=generator)
+    parents = random_parents(len(lengths), TREE_NODES, generator)
+    adapter.prefill(prompts)
+    found = adapter.verify(tokens, parents=parents)
+    errors = {"trees": 0.0, "chains after a path": 0.0, "features of a path": 0.0}
+    ways = []
+    for b, prompt in enumerate(prompts):
+        ways.append([way_to(node, parents[b].tolist()) for node in range(TREE_NODES)])
+        expected = plain_logits(target, [prompt + tokens[b, way].tolist() for way in ways[b]])
+        errors["trees"] = max(errors["trees"], *map(relative, found[b], [rows[-1] for rows in expected]))
+    chosen = [row[-1] for row in ways]  # the last node's
+    width = max(map(len, chosen))
+    path = torch.tensor([way + [0] * (width - len(way)) for way in chosen])
+    features = adapter.commit(path, torch.tensor([len(way) for way in chosen]))
+    chain = torch.randint(5, 260, (len(lengths), 3), generator=generator)
+    found = adapter.verify(chain)
+    texts = [prompt + tokens[b, chosen[b]].tolist() + chain[b].tolist() for b, prompt in enumerate(prompts)]
+    fresh = TargetAdapter(target, adapter.spec, packed=False)
+    for b, text in enumerate(texts):
+        expected, begin = plain_logits(target, [text])[0][-3:], len(prompts[b])
+        errors["chains after a path"] = max(errors["chains after a path"], relative(found[b], expected))
+        whole, count = fresh.prefill([text])[1].hidden[0], len(chosen[b])
+        error = relative(features.hidden[b, :count], whole[begin : begin + count])
+        errors["features of a path"] = max(errors["features of a path"], error)
+    return [f"{kind} at {lengths} differ by {error:.1e}" for kind, error in errors.items() if not error < TOLERANCE]
+
+
+def random_parents(batch: int, nodes: int, generator: torch.Generator) -> Tensor:
+    """Any node before a node may be its parent."""
+    draws = [[0, *(int(torch.randint(0, n, (1,), generator=generator)) for n in range(1, nodes))] for _ in range(batch)]
+    return torch.tensor(draws)
+
+
+def way_to(node: int, parents: list[int]) -> list[int]:
+    """The nodes from the root to ``node``."""
+    return [*way_to(parents[node], parents), node] if node else [0]
+
+
+@torch.no_grad()
+def plain_logits(target: FrozenTarget, texts: list[list[int]]) -> list[Tensor]:
+    """The intact model's logits at every token of every text, in one forward padded on the right."""
+    longest = max(map(len, texts))
+    logits = target.model(torch.tensor([text + [5] * (longest - len(text)) for text in texts]), use_cache=False).logits
+    return [rows[: len(text)] for rows, text in zip(logits, texts, strict=True)]
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).abs().max() / expected.abs().max())
 
 
 def _rows() -> list[Tensor]:

@@ -52,14 +52,14 @@ def decode(adapter: TargetAdapter, prompts: list[list[int]], expected: list[list
             known = expected[b][len(row) : len(row) + right]
             tokens[b, : 1 + len(known)] = torch.tensor([row[-1], *known])
         rounds += 1
-        choices = adapter.verify(tokens)[0].argmax(-1)
+        choices = adapter.verify(tokens).argmax(-1)
         keep = []
         for b, row in enumerate(out):
             accepted = int((tokens[b, 1:] == choices[b, :-1]).long().cumprod(0).sum())
             keep.append(0 if len(row) >= NEW_TOKENS else accepted + 1)
             row += choices[b, : keep[-1]].tolist()
             accepted_counts.add(accepted)
-        adapter.commit(torch.tensor(keep))
+        adapter.commit(None, torch.tensor(keep))
     assert width == 1 or {0, width - 1} < accepted_counts
     return [row[:NEW_TOKENS] for row in out]
 
@@ -70,7 +70,7 @@ def test_greedy_decoding_equals_generate_at_batch_1_and_in_a_ragged_batch(make_t
     expected = [generate(target, prompt) for prompt in prompts]
     assert all(len(set(row)) > 4 for row in expected), "the model repeats itself: nothing is tested"
     for packed in (False, True):
-        adapter = TargetAdapter(target, SPEC, packed=packed)
+        adapter = TargetAdapter(target, SPEC, prepacked=packed)
         for width in (1, 5):
             assert decode(adapter, prompts, expected, width) == expected
             assert decode(adapter, prompts[1:2], expected[1:2], width) == expected[1:2]
@@ -96,14 +96,14 @@ def test_features_and_logits_of_kept_rows_equal_one_full_forward(make_target: Ma
     generator = torch.Generator().manual_seed(2)
     for keep in ([4, 1, 0], [2, 4, 3], [0, 0, 4], [3, 2, 1]):
         tokens = torch.randint(0, 256, (3, 4), generator=generator)
-        block_logits, features = adapter.verify(tokens)
+        block_logits = adapter.verify(tokens)
+        features = adapter.commit(None, torch.tensor(keep))
         assert block_logits.shape == (3, 4, 272) and features.hidden.shape == (3, 4, 2, 32)
         for b, kept in enumerate(keep):
             sequences[b] += tokens[b, :kept].tolist()
             rows[b].append(features.hidden[b, :kept])
             last[b].append(features.last_hidden[b, :kept])
             logits[b].append(block_logits[b, :kept])
-        adapter.commit(torch.tensor(keep))
     assert adapter.lengths.tolist() == [len(sequence) for sequence in sequences]
     for b, sequence in enumerate(sequences):
         ids, positions = torch.tensor([sequence]), torch.arange(len(sequence))[None]
@@ -119,12 +119,12 @@ def test_a_second_verify_replaces_one_that_was_not_committed(make_target: MakeTa
     adapter = TargetAdapter(target, SPEC)
     adapter.prefill(prompts)
     tokens = torch.randint(0, 256, (3, 4))
-    expected = adapter.verify(tokens)[0]
+    expected = adapter.verify(tokens)
     adapter.verify(torch.randint(0, 256, (3, 9)))
-    assert torch.equal(adapter.verify(tokens)[0], expected)
+    assert torch.equal(adapter.verify(tokens), expected)
     adapter.verify(torch.randint(0, 256, (3, 2)))
-    adapter.commit(torch.zeros(3, dtype=torch.long))
-    assert torch.equal(adapter.verify(tokens)[0], expected)
+    adapter.commit(None, torch.zeros(3, dtype=torch.long))
+    assert torch.equal(adapter.verify(tokens), expected)
 
 
 def test_a_batch_does_not_see_the_batch_before_it(make_target: MakeTarget, family: str) -> None:
@@ -136,11 +136,11 @@ def test_a_batch_does_not_see_the_batch_before_it(make_target: MakeTarget, famil
     tokens = torch.randint(0, 256, (3, 4))
     for again in (adapter, used):
         again.prefill(prompts)
-    expected = adapter.verify(tokens)[0]
-    assert torch.equal(used.verify(tokens)[0], expected)
+    expected = adapter.verify(tokens)
+    assert torch.equal(used.verify(tokens), expected)
     used.reset()
     used.prefill(prompts)
-    assert torch.equal(used.verify(tokens)[0], expected)
+    assert torch.equal(used.verify(tokens), expected)
 
 
 def test_the_cache_grows_past_its_first_capacity(make_target: MakeTarget) -> None:
@@ -149,7 +149,7 @@ def test_the_cache_grows_past_its_first_capacity(make_target: MakeTarget) -> Non
     adapter = TargetAdapter(target, SPEC)
     adapter.prefill([prompt[:250] for prompt in prompts])
     tokens = torch.tensor([prompts[0][250:], [7] * 256])
-    logits = adapter.verify(tokens)[0]
+    logits = adapter.verify(tokens)
     expected = target.model(torch.tensor([prompts[0]])).logits[0, 250:]
     torch.testing.assert_close(logits[0], expected, atol=1e-4, rtol=1e-4)
     expected = target.model(torch.tensor([[1, 2, 3] + [7] * 256])).logits[0, 3:]
@@ -172,11 +172,11 @@ def test_decoding_under_inference_mode_and_autocast_is_the_same(make_target: Mak
     adapter = TargetAdapter(target, SPEC)
     adapter.prefill(prompts)
     tokens = torch.randint(0, 256, (3, 4))
-    expected = adapter.verify(tokens)[0]
+    expected = adapter.verify(tokens)
     with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16):
         adapter.prefill(prompts)
-        found, features = adapter.verify(tokens)
-    adapter.commit(torch.ones(3, dtype=torch.long))
+        found = adapter.verify(tokens)
+        features = adapter.commit(None, torch.ones(3, dtype=torch.long))
     adapter.verify(tokens)  # the cache is still writable outside inference mode
     assert torch.equal(found, expected) and not features.hidden.is_inference()
 
@@ -213,11 +213,4 @@ def test_the_target_is_untouched_by_decoding(make_target: MakeTarget, family: st
 )
 def test_prompts_that_cannot_be_decoded_are_refused(tiny_target: FrozenTarget, prompts: list, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        TargetAdapter(tiny_target, SPEC, packed=False).prefill(prompts)
-
-
-def test_trees_are_refused_until_they_are_supported(tiny_target: FrozenTarget) -> None:
-    adapter = TargetAdapter(tiny_target, SPEC, packed=False)
-    adapter.prefill([[1, 2]])
-    with pytest.raises(ValueError, match=r"token trees are not supported yet. Verify a chain"):
-        adapter.verify(torch.zeros(1, 3, dtype=torch.long), parents=torch.tensor([[-1, 0, 0]]))
+        TargetAdapter(tiny_target, SPEC, prepacked=False).prefill(prompts)

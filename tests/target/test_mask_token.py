@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from dflash_lightning.data.store import DocumentStore
+from dflash_lightning.data.read.store import DocumentStore
 from dflash_lightning.target import FrozenTarget, check_mask_token_id, choose_mask_token_id
 
 PAD, BOS, IM_START, IM_END, ENDOFTEXT, SPARE = range(256, 262)

@@ -189,7 +189,7 @@ def test_within_its_original_length_longrope_decodes_as_generate_does_in_any_bat
     sampling = SamplingSpec(0.0, None, None, 0)
     for batch_size in (1, 2):
         decoder = SpeculativeDecoder(
-            target, None, sampling=sampling, verifier="greedy", max_length=16, batch_size=batch_size, compile=False
+            target, None, sampling=sampling, max_length=16, batch_size=batch_size, compile=False
         )
         result = decoder.decode(prompts, max_new_tokens=new, stop_ids=())
         assert [generation.output_ids for generation in result.generations] == expected

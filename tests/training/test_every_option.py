@@ -17,8 +17,8 @@ import torch
 import yaml
 from lightning.pytorch.loggers import wandb as lightning_wandb
 
-from dflash_lightning import recipe_precision
-from dflash_lightning.recipe_folders import group_options, recipe_names, recipes_folder
+from dflash_lightning.recipe import precision as recipe_precision
+from dflash_lightning.recipe.folders import group_options, recipe_names, recipes_folder
 
 
 def load_yaml(recipe: str) -> dict[str, Any]:

@@ -10,8 +10,8 @@ import torch
 from lightning.pytorch import Callback
 from omegaconf import OmegaConf
 
-from dflash_lightning.module_optim import LengthChange, OptimSettings, length_change
-from dflash_lightning.run_length import behind, extend_recipe
+from dflash_lightning.recipe.length import behind, extend_recipe
+from dflash_lightning.training.optim import LengthChange, OptimSettings, length_change
 
 LENGTHS = [20, 9, 14, 30, 12, 17, 25, 8]
 CONSTANT = ["optim.warmup_steps=0", "+optim.final_fraction=1.0", "callbacks=[checkpoint_last]"]

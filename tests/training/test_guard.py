@@ -12,7 +12,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 
 from dflash_lightning.module import DraftModule, OptimSettings
-from dflash_lightning.module_guard import Diverged, ScaleGuard, StepGuard, StepRecord
+from dflash_lightning.training.guard import Diverged, ScaleGuard, StepGuard, StepRecord
 
 LENGTHS = [20, 9, 14, 30, 12, 17, 25, 8]
 

@@ -11,9 +11,9 @@ import torch
 from lightning.pytorch import Callback
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from dflash_lightning import module_log
 from dflash_lightning.callbacks import AppendingCSVLogger
-from dflash_lightning.module_log import Throughput, WindowMeans
+from dflash_lightning.training import log as module_log
+from dflash_lightning.training.log import Throughput, WindowMeans
 
 LENGTHS = [20, 9, 14, 30, 12, 17, 25, 8]
 
@@ -111,7 +111,7 @@ def test_means_begin_anew_after_a_written_step() -> None:
 def test_a_logger_whose_package_is_missing_is_a_fault_of_the_recipe(
     place: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dflash_lightning.recipe_check.find_spec", lambda name: None)
+    monkeypatch.setattr("dflash_lightning.recipe.check.find_spec", lambda name: None)
     monkeypatch.setattr("dflash_lightning.target.load_target", lambda *a, **k: pytest.fail("weights were loaded"))
     assert place.fit("smoke", "logger=wandb", name="no-wandb") == 2
     assert "logger: the Python package wandb is not installed. Run: pip install wandb" in capsys.readouterr().err

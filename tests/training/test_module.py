@@ -18,8 +18,8 @@ from dflash_lightning.drafter import BlockTransformer
 from dflash_lightning.loss import CrossEntropy
 from dflash_lightning.model import save_draft
 from dflash_lightning.module import OptimSettings
-from dflash_lightning.module_log import StepLog
 from dflash_lightning.schedule import decay_weights
+from dflash_lightning.training.log import StepLog
 from dflash_lightning.types import FeatureSpec
 
 LENGTHS = [20, 9, 14, 30, 12, 17, 25, 8]

@@ -1,0 +1,1 @@
+"""From documents to micro-batches: packing, collating, loading, exact resume."""

@@ -1,0 +1,1 @@
+"""Target features, kept in memory or on disk."""

@@ -1,0 +1,31 @@
+"""What every builder is: from a proposer's scores to the nodes that the target judges."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+from jaxtyping import Int
+from torch import Tensor
+
+from dflash_lightning.component import Component
+from dflash_lightning.decoding.sampling import Sampler
+from dflash_lightning.decoding.types import Draft, Drawn, Round, Scores
+
+
+class DraftBuilder(Component, ABC, axis=True):
+    """Arranges drafts under a root, and says how they were chosen.
+
+    ``drawn`` is compared with what the verifier judges; ``trees`` says whether a node may have several children.
+    """
+
+    drawn: ClassVar[Drawn]
+    trees: ClassVar[bool] = False
+
+    @abstractmethod
+    def build(self, roots: Int[Tensor, " B"], scores: Scores, where: Round, sampler: Sampler) -> Draft:
+        """The draft of each row. Every row has the same number of nodes; those it does not need are not live."""
+
+    def num_nodes(self, num_drafts: int) -> int:
+        """Nodes besides the root, where the drafter offers ``num_drafts`` slots; a chain has one per slot."""
+        return num_drafts

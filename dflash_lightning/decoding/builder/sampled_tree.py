@@ -1,0 +1,86 @@
+"""Trees of sampled tokens, whose shape is fixed before any token is drawn."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from dflash_lightning.decoding.builder.base import DraftBuilder
+from dflash_lightning.decoding.builder.draft_law import draft_law
+from dflash_lightning.decoding.builder.shape import Shape, best_first, branching_shape
+from dflash_lightning.decoding.law import Law, highest
+from dflash_lightning.decoding.noise import Noise, Stream
+from dflash_lightning.decoding.paths import along_paths
+from dflash_lightning.decoding.sampling import Sampler
+from dflash_lightning.decoding.types import Draft, Round, Scores
+
+
+class SampledTree(DraftBuilder):
+    """Children drawn without replacement from the slot's law, warped as the target's is (Tsubame, arXiv 2609.33652).
+
+    RECONSTRUCTED from the abstract: the shape is either ``branching[d]`` children for every node at depth ``d``, or the
+    best ``budget`` paths by *rank*, where the probability of the ``j``-th likeliest token stands for that of the
+    ``j``-th draw. Either way it depends on laws only, never on tokens: a tree that grew where good tokens were drawn
+    would not be lossless under rejection. One list of draws per depth serves all nodes there, for a walk visits only
+    one of them; siblings stand in draw order.
+
+    Raises:
+        ValueError: both ``budget`` and ``branching`` are given, or one of them has an entry below 1.
+    """
+
+    name = "sampled_tree"
+    drawn = "sampled"
+    trees = True
+
+    def __init__(self, *, budget: int | None = None, branching: list[int] | None = None) -> None:
+        if budget is not None and branching is not None:
+            raise ValueError(
+                "decoding.builder: budget and branching both fix the shape of the tree. Set one of them to null."
+            )
+        if budget is not None and budget < 1:
+            raise ValueError(
+                f"decoding.builder.budget: {budget} leaves no draft. Use 1 or more, or null for a chain's."
+            )
+        if branching is not None and (not branching or min(branching) < 1):
+            raise ValueError(
+                f"decoding.builder.branching: {list(branching)} is no tree. Give the number of children at every "
+                "depth, 1 or more, for example [3, 2, 1]."
+            )
+        self.budget = budget
+        self.branching = None if branching is None else list(branching)
+
+    def num_nodes(self, num_drafts: int) -> int:
+        if self.branching is None:
+            return num_drafts if self.budget is None else self.budget
+        count, nodes = 1, 0
+        for children in self.branching[:num_drafts]:
+            count *= children
+            nodes += count
+        return nodes
+
+    def build(self, roots: Int[Tensor, " B"], scores: Scores, where: Round, sampler: Sampler) -> Draft:
+        law = draft_law(scores.logits, scores.ids, sampler)
+        shape, fan = self._shape(law)
+        slots = torch.arange(law.mass.shape[1], device=roots.device)[None]
+        drawn = sampler.draw_several(law, fan, Stream.DRAFT, where.requests, Noise.at(where.index, slots))
+        tokens = torch.cat([roots[:, None], shape.fill(drawn)], dim=1)
+        return Draft(tokens, self.drawn, parents=shape.parents, live=shape.live & possible(shape, law), law=law)
+
+    def _shape(self, law: Law) -> tuple[Shape, int]:
+        """The tree of every row, and the most children that a node has."""
+        batch_size, num_drafts, _ = law.mass.shape
+        if self.branching is not None:
+            branching = self.branching[:num_drafts]
+            return branching_shape(branching, batch_size, law.mass.device), max(branching)
+        budget = self.num_nodes(num_drafts)
+        values, _ = highest(law.mass, min(budget, law.mass.shape[-1]))
+        return best_first(values.log(), budget), values.shape[-1]
+
+
+def possible(shape: Shape, law: Law) -> Bool[Tensor, "B N"]:
+    """Which nodes hold a token that could be drawn: a law of two tokens fills two children, whatever the shape."""
+    counts = (law.mass > 0.0).sum(-1)
+    filled = shape.ranks < counts.gather(1, (shape.depths - 1).clamp_min(0))
+    filled[:, 0] = True
+    return along_paths(filled, shape.parents)

@@ -1,0 +1,81 @@
+"""Shapes of trees: which node hangs where, before any token stands there."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A tree per row: node 0 is the root, and child number ``rank`` of a node comes after those of lower rank.
+
+    Nodes that a row does not need hang, not live, under the root.
+    """
+
+    parents: Int[Tensor, "B N"]
+    ranks: Int[Tensor, "B N"]
+    depths: Int[Tensor, "B N"]
+    live: Bool[Tensor, "B N"]
+
+    def fill(self, values: Tensor) -> Tensor:
+        """For every node but the root its entry of ``values`` ``[B, D, K]``, by depth and rank: ``[B, N - 1]``."""
+        at = (self.depths[:, 1:] - 1).clamp_min(0) * values.shape[2] + self.ranks[:, 1:]
+        return values.flatten(1).gather(1, at)
+
+
+def best_first(log_probs: Float[Tensor, "B D K"], budget: int) -> Shape:
+    """The ``budget`` likeliest paths of a row, where depth and rank give the probability (2604.12989, algorithm 1).
+
+    ``log_probs`` fall with rank; a path's probability is the product over its depths, so a node never beats its parent
+    or an older sibling, and taking the best node again and again gives the best tree of that size. Among equals the
+    path with the lower ranks comes first, its beginning before all. Impossible nodes are never taken. The search runs
+    on the host, where a heap is quicker than a device would be.
+    """
+    rows = [_best_first(row, budget) for row in log_probs.tolist()]
+    size = budget + 1
+    nodes = torch.tensor([[[*column, *[0] * (size - len(column))] for column in row] for row in rows])
+    live = torch.tensor([[k < len(row[0]) for k in range(size)] for row in rows])
+    parents, ranks, depths = nodes.to(log_probs.device).unbind(1)
+    return Shape(parents, ranks, depths, live.to(log_probs.device))
+
+
+def _best_first(log_probs: list[list[float]], budget: int) -> tuple[list[int], list[int], list[int]]:
+    """Parents, ranks and depths of the root and of at most ``budget`` nodes, best first."""
+    parents, ranks, depths = [0], [0], [0]
+    heap: list[tuple[float, tuple[int, ...], int, float]] = []  # cost, ranks since the root, parent, cost of the parent
+
+    def offer(path: tuple[int, ...], parent: int, before: float) -> None:
+        cost = before - log_probs[len(path) - 1][path[-1]]
+        if cost < math.inf:
+            heappush(heap, (cost, path, parent, before))
+
+    offer((0,), 0, 0.0)
+    while heap and len(parents) <= budget:
+        cost, path, parent, before = heappop(heap)
+        parents.append(parent)
+        ranks.append(path[-1])
+        depths.append(len(path))
+        if path[-1] + 1 < len(log_probs[0]):
+            offer((*path[:-1], path[-1] + 1), parent, before)
+        if len(path) < len(log_probs):
+            offer((*path, 0), len(parents) - 1, cost)
+    return parents, ranks, depths
+
+
+def branching_shape(branching: list[int], batch_size: int, device: torch.device) -> Shape:
+    """Every node at depth ``d`` has ``branching[d]`` children; depth by depth, siblings side by side."""
+    parents, ranks, depths, last = [0], [0], [0], [0]
+    for depth, count in enumerate(branching, start=1):
+        first = len(parents)
+        parents += [node for node in last for _ in range(count)]
+        ranks += list(range(count)) * len(last)
+        depths += [depth] * (count * len(last))
+        last = list(range(first, len(parents)))
+    table = torch.tensor([parents, ranks, depths], device=device)[:, None].expand(-1, batch_size, -1)
+    return Shape(table[0], table[1], table[2], torch.ones_like(table[0], dtype=torch.bool))

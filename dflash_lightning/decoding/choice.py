@@ -1,0 +1,57 @@
+"""Which builder and verifier decode, where the settings leave one of them open."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dflash_lightning.decoding.builder import BestChain, DraftBuilder, SampledChain
+from dflash_lightning.decoding.parts import check_strategies
+from dflash_lightning.decoding.policy import WidthPolicy
+from dflash_lightning.decoding.sampling import SamplingSpec
+from dflash_lightning.decoding.verifier import MatchVerifier, TokenVerifier, Verifier
+
+_AXES: dict[str, Any] = {"builder": DraftBuilder, "policy": WidthPolicy, "verifier": Verifier}
+
+
+def named_part(axis: str, value: Any) -> Any:
+    """A builder, policy or verifier; a text is the name of one that needs no settings.
+
+    Raises:
+        ValueError: nothing of that name is registered, or it needs settings.
+    """
+    if not isinstance(value, str):
+        return value
+    registry = _AXES[axis].registry
+    if value not in registry:
+        raise ValueError(
+            f"decoding.{axis}: {value!r} is no {axis}. Use null for the one that goes with the temperature, one of "
+            f"{sorted(registry)}, or a mapping with _target_ and settings."
+        )
+    try:
+        return registry[value]()
+    except TypeError as error:
+        raise ValueError(
+            f"decoding.{axis}: {value!r} needs settings ({error}). Choose an option that has them "
+            "(decoding=OPTION, see dflash recipes), or write a mapping with _target_ and settings."
+        ) from None
+
+
+def choose_strategies(
+    builder: DraftBuilder | None, policy: WidthPolicy | None, verifier: Verifier | None, sampling: SamplingSpec
+) -> tuple[DraftBuilder, Verifier]:
+    """The builder and the verifier to decode with.
+
+    With both open, drafts are the likeliest tokens, judged by equality, at temperature 0; above, they are drawn and
+    judged by rejection. A verifier that judges drafts chosen without chance gets those; a builder that draws gets a
+    verifier that rejects by chance, and any other one that judges by equality.
+
+    Raises:
+        ValueError: what is given does not go together; see ``check_strategies``.
+    """
+    if builder is None:
+        chance = not sampling.greedy if verifier is None else "delta" not in verifier.judges
+        builder = SampledChain() if chance else BestChain()
+    if verifier is None:
+        verifier = TokenVerifier() if builder.drawn == "sampled" else MatchVerifier()
+    check_strategies(builder, verifier, policy)
+    return builder, verifier

@@ -1,0 +1,122 @@
+"""What the loop runs, and which parts go together."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from dflash_lightning.decoding.builder import DraftBuilder
+from dflash_lightning.decoding.policy import WidthPolicy
+from dflash_lightning.decoding.proposer import Proposer
+from dflash_lightning.decoding.sampling import Sampler
+from dflash_lightning.decoding.verifier import Verifier
+from dflash_lightning.types import TargetFeatures
+
+
+@runtime_checkable
+class CachedTarget(Protocol):
+    """What the loop asks of a target: ``TargetAdapter`` is one.
+
+    ``prefill`` returns the logits after each prompt, the features of its positions and the prompts' lengths. ``verify``
+    runs the nodes of a draft after what is committed and returns the logits after each. ``commit`` keeps the first
+    ``keep[b]`` nodes of a path through them (null: all nodes in order), forgets the rest and returns the features of
+    the path. ``check_trees`` raises a ValueError with the reason where ``trees`` is false. ``max_batch`` null: a batch
+    may hold any number of sequences.
+    """
+
+    @property
+    def trees(self) -> bool: ...
+
+    @property
+    def max_batch(self) -> int | None: ...
+
+    def check_trees(self) -> None: ...
+
+    def prefill(self, prompts: list[list[int]]) -> tuple[Float[Tensor, "B V"], TargetFeatures, Int[Tensor, " B"]]: ...
+
+    def verify(
+        self,
+        tokens: Int[Tensor, "B N"],
+        *,
+        parents: Int[Tensor, "B N"] | None = None,
+        live: Bool[Tensor, "B N"] | None = None,
+    ) -> Float[Tensor, "B N V"]: ...
+
+    def commit(self, path: Int[Tensor, "B P"] | None, keep: Int[Tensor, " B"]) -> TargetFeatures: ...
+
+
+@dataclass(frozen=True)
+class DecodeParts:
+    """What the loop runs. ``policy`` null judges every draft whole."""
+
+    target: CachedTarget
+    proposer: Proposer
+    builder: DraftBuilder
+    verifier: Verifier
+    sampler: Sampler
+    policy: WidthPolicy | None = None
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether outputs equal plain decoding's token for token; by rejection they are only distributed alike."""
+        return self.verifier.repeatable or self.sampler.spec.greedy
+
+
+def check_compatible(parts: DecodeParts) -> None:
+    """Refuse parts that would decode something else than the target's own text; called once, before decoding.
+
+    Raises:
+        ValueError: see ``check_strategies`` and ``check_signals``; or the target cannot judge trees.
+    """
+    if not parts.proposer.num_drafts:
+        return
+    check_strategies(parts.builder, parts.verifier, parts.policy)
+    check_signals(parts.policy, parts.proposer.signals)
+    if parts.builder.trees:
+        parts.target.check_trees()
+
+
+def check_strategies(builder: DraftBuilder, verifier: Verifier, policy: WidthPolicy | None) -> None:
+    """Refuse strategies that do not go together, whatever they are used on.
+
+    Raises:
+        ValueError: the drafts are not of a kind, or not of a shape, that the verifier judges losslessly; or a policy
+            would look at the draws that it cuts, where drafts are rejected by chance.
+    """
+    made, judge = type(builder).__name__, type(verifier).__name__
+    if builder.drawn not in verifier.judges:
+        raise ValueError(
+            f"decoding.verifier: {judge} judges {sorted(verifier.judges)} drafts, but {made} makes {builder.drawn!r} "
+            "ones, for which its output would not be distributed as the target's. Use the match verifier for drafts "
+            "chosen without chance, or a builder that samples."
+        )
+    if builder.trees and not verifier.trees:
+        raise ValueError(
+            f"decoding.verifier: {judge} judges chains, but {made} makes trees. Use a verifier that judges trees, or "
+            "a builder of chains (decoding.builder=null)."
+        )
+    if policy is not None and policy.sees == "drawn" and not verifier.repeatable:
+        raise ValueError(
+            f"decoding.policy: {type(policy).__name__} looks at the drafts that it cuts, and {judge} rejects by "
+            "chance: the output would not be distributed as the target's. Use a policy that sees past rounds or laws, "
+            "or the match verifier (decoding.verifier=match)."
+        )
+
+
+def check_signals(policy: WidthPolicy | None, offered: Collection[str]) -> None:
+    """Refuse a policy that reads what no head says.
+
+    Raises:
+        ValueError: names the signals that are missing, and those there are.
+    """
+    missing = [] if policy is None else [name for name in policy.reads if name not in offered]
+    if missing:
+        there = f"offers {', '.join(sorted(offered))}" if offered else "offers none"
+        raise ValueError(
+            f"decoding.policy: {type(policy).__name__} reads the signals {', '.join(missing)}, but the drafter's head "
+            f"{there}. Use a drafter whose head is trained to give them, or no policy (decoding.policy=null)."
+        )

@@ -1,0 +1,6 @@
+"""Policies: how much of a draft the target judges."""
+
+from dflash_lightning.decoding.policy.base import WidthPolicy
+from dflash_lightning.decoding.policy.confidence import ConfidencePolicy
+
+__all__ = ["ConfidencePolicy", "WidthPolicy"]

@@ -1,0 +1,8 @@
+"""Verifiers: which drafts stand. Whatever they are given, the output is distributed as the target's own."""
+
+from dflash_lightning.decoding.verifier.base import Verifier
+from dflash_lightning.decoding.verifier.block import BlockVerifier
+from dflash_lightning.decoding.verifier.match import MatchVerifier
+from dflash_lightning.decoding.verifier.rejection import RejectionVerifier, TokenVerifier
+
+__all__ = ["BlockVerifier", "MatchVerifier", "RejectionVerifier", "TokenVerifier", "Verifier"]

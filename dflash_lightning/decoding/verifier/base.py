@@ -1,0 +1,29 @@
+"""What every verifier is: the judge of which drafts stand."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+from jaxtyping import Float
+from torch import Tensor
+
+from dflash_lightning.component import Component
+from dflash_lightning.decoding.sampling import Sampler
+from dflash_lightning.decoding.types import Draft, Drawn, Round, Verdict
+
+
+class Verifier(Component, ABC, axis=True):
+    """Judges a draft by the target's logits at its nodes (row ``k`` of ``logits`` follows node ``k``).
+
+    ``judges`` lists the kinds of drafts for which the verdict is lossless; ``trees`` says whether it judges trees;
+    ``repeatable`` whether the output equals plain decoding token for token also above temperature 0.
+    """
+
+    judges: ClassVar[frozenset[Drawn]]
+    trees: ClassVar[bool] = False
+    repeatable: ClassVar[bool] = False
+
+    @abstractmethod
+    def verify(self, draft: Draft, logits: Float[Tensor, "B N V"], where: Round, sampler: Sampler) -> Verdict:
+        """The verdict for each row; rows that have ended get one too."""

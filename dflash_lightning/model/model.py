@@ -1,0 +1,233 @@
+"""The drafter as one model: conditioning, backbone and head, built from its configuration alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformers import AutoConfig, AutoModel, PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.modeling_outputs import BaseModelOutput
+
+from dflash_lightning.conditioning import Conditioning
+from dflash_lightning.draft_config import DraftConfig
+from dflash_lightning.drafter import Drafter
+from dflash_lightning.head import DraftHead, HeadOutput
+from dflash_lightning.model.assistant import AssistantContext, check_assistant, visible_context_rows
+from dflash_lightning.model.config import check_config
+from dflash_lightning.model.files import file_names, load_draft_weights, without_progress_bars, write_folder
+from dflash_lightning.ops.context import DraftCache
+from dflash_lightning.ops.lm_head import LanguageHead
+from dflash_lightning.types import Alignment, BlockLayout, FeatureSpec, Scores, TargetFeatures
+
+
+class DraftModel(PreTrainedModel):
+    """Everything of a drafter that is trained; the embedding and the language head stay the target's.
+
+    ``block_hidden`` and ``outputs`` serve training; ``make_cache``, ``draft_hidden`` and ``open`` serve decoding. Both
+    run the same layers. ``draft_vocab`` (sorted token ids) exists iff the config has a reduced vocabulary, and is
+    filled by whoever makes the drafter. Saved tensors carry z-lab's names: for KV injection and ``block_transformer``
+    with 5 layers, 58.
+    """
+
+    config: DraftConfig
+    draft_vocab: Tensor
+    config_class = DraftConfig
+    base_model_prefix = ""
+    main_input_name = "noise_embeds"
+    _supports_sdpa = True  # transformers' word for "no attention implementation to choose": ours is built in
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__(config)
+        check_config(config)
+        self.conditioning: Conditioning = _make(Conditioning, config, "conditioning")
+        self.drafter: Drafter = _make(Drafter, config, "drafter")
+        self.head: DraftHead = _make(DraftHead, config, "head")
+        if config.draft_vocab_size is not None:
+            self.register_buffer("draft_vocab", torch.arange(config.draft_vocab_size))
+        self.post_init()
+
+    def _init_weights(self, module: torch.nn.Module) -> None:
+        """The parts initialise themselves when they are built."""
+
+    @property
+    def alignment(self) -> Alignment:
+        return self.config.alignment
+
+    def required(self) -> FeatureSpec:
+        """Target features that conditioning and head read."""
+        return self.conditioning.required() | self.head.required()
+
+    def head_of(self, lm: LanguageHead) -> LanguageHead:
+        """The language head over the tokens the drafter can propose; a copy of rows where the vocabulary is reduced."""
+        if self.config.draft_vocab_size is None or lm.ids is not None:
+            return lm
+        return lm.restrict(self.draft_vocab)
+
+    # -- training -----------------------------------------------------------------------------------------------------
+
+    def block_hidden(
+        self,
+        embeddings: Float[Tensor, "B N K H"],
+        layout: BlockLayout,
+        features: TargetFeatures,
+        position_ids: Int[Tensor, "B S"],
+    ) -> Float[Tensor, "B N K H"]:
+        """Hidden states of every slot; ``embeddings`` are the target's raw rows of ``layout.input_ids``."""
+        context = self.conditioning.prepare(features, position_ids, layout)
+        return self.drafter(context.slot_inputs(embeddings.to(self.dtype), layout), layout, context)
+
+    def outputs(self, hidden: Float[Tensor, "B N K H"], layout: BlockLayout, lm: LanguageHead) -> HeadOutput:
+        """What losses and metrics may ask about; ``lm`` as ``head_of`` returns it."""
+        return self.head.outputs(hidden, layout, lm)
+
+    # -- decoding -----------------------------------------------------------------------------------------------------
+
+    def make_cache(self, *, batch_size: int, max_length: int, chunk_rows: int) -> DraftCache:
+        """An empty context of up to ``max_length`` positions, taken in by at most ``chunk_rows`` rows at a time."""
+        return DraftCache.zeros(
+            self.config,
+            batch_size=batch_size,
+            num_rows=max_length + chunk_rows,
+            dtype=self.dtype,
+            device=self.device,
+        )
+
+    def draft_hidden(
+        self,
+        embeddings: Float[Tensor, "B K H"],
+        hidden: Float[Tensor, "B R T Ht"],
+        keep: Int[Tensor, " B"],
+        cache: DraftCache,
+    ) -> Float[Tensor, "B K H"]:
+        """Take in ``keep[b]`` of ``R`` new context rows, then run the block whose root stands at the cursor.
+
+        ``hidden`` holds the layers of ``required()`` in that order. Works in place on ``cache``. No Python branch
+        depends on a tensor's value, so it compiles to one static graph.
+        """
+        context = self.conditioning.extend(self._tapped(hidden), keep, cache)
+        layout = _unlabelled_block(cache.cursor[:, None] + torch.arange(embeddings.shape[1], device=self.device))
+        slots = context.slot_inputs(embeddings[:, None].to(self.dtype), layout)
+        return self.drafter(slots, layout, context)[:, 0]
+
+    def open(self, hidden: Float[Tensor, "B D H"], roots: Int[Tensor, " B"], lm: LanguageHead) -> Scores:
+        """What the head thinks of the ``D`` tokens after ``roots``; ``hidden`` are those of the predicting slots."""
+        return self.head.open(hidden, roots, lm)
+
+    def extend_cache(self, hidden: Float[Tensor, "B R T Ht"], keep: Int[Tensor, " B"], cache: DraftCache) -> None:
+        """Take in context rows without drafting, for all but the last chunk of a prompt."""
+        self.drafter.absorb(self.conditioning.extend(self._tapped(hidden), keep, cache))
+
+    def _tapped(self, hidden: Float[Tensor, "B R T Ht"]) -> Float[Tensor, "B R t Ht"]:
+        """The layers that the conditioning reads, in its own order, out of those of ``required()``."""
+        return TargetFeatures(self.required().layer_ids, hidden).select(self.conditioning.required().layer_ids)
+
+    def forward(
+        self,
+        noise_embeds: Float[Tensor, "1 K H"],
+        context_hidden_states: Float[Tensor, "1 R TH"],
+        position_ids: Int[Tensor, "1 L"],
+        attention_mask: Int[Tensor, "1 A"] | None = None,
+        cache: Cache | None = None,
+        past_key_values: Cache | None = None,
+    ) -> BaseModelOutput:
+        """One block for ``target.generate(assistant_model=self, speculation_type="dflash")`` of transformers >= 5.24.
+
+        ``noise_embeds`` are the target's embedding rows as the target itself reads them, scale included;
+        ``context_hidden_states`` the tapped layers of the newly committed tokens, in the order of
+        ``config.target_layer_ids``, one after the other. transformers 5.15-5.23 names the cache ``past_key_values``.
+        """
+        check_assistant(self.config)
+        block_size, num_rows = noise_embeds.shape[1], context_hidden_states.shape[1]
+        taps = context_hidden_states.unflatten(-1, (len(self.config.target_layer_ids), -1))
+        context = AssistantContext(
+            self.conditioning.states(taps.to(self.dtype)),
+            position_ids[:, :num_rows],
+            past_key_values if cache is None else cache,
+            block_size,
+            visible_context_rows(attention_mask, block_size),
+        )
+        layout = _unlabelled_block(position_ids[:, -block_size:])
+        raw = noise_embeds[:, None].to(self.dtype) / self.config.target.get("embedding_scale", 1.0)
+        hidden = self.drafter(context.slot_inputs(raw, layout), layout, context)[:, 0].to(noise_embeds.dtype)
+        if self.alignment.first_slot == 0:  # the generator drops the first row
+            hidden = torch.cat([hidden[:, :1], hidden], dim=1)
+        return BaseModelOutput(last_hidden_state=hidden)
+
+    # -- start and files ----------------------------------------------------------------------------------------------
+
+    def warm_start(self, layer_state: Callable[[int], Mapping[str, Tensor]]) -> None:
+        """Start from the target what asks for it, drafter and conditioning each for itself; otherwise nothing happens.
+
+        ``layer_state(i)`` is the state dict of target decoder layer ``i``.
+        """
+        depth = self.config.num_target_layers
+        assert depth is not None, "only a drafter made for a target starts from it"
+        if layers := self.drafter.warm_start_layers(depth):
+            self.drafter.warm_start([layer_state(i) for i in layers])
+        if wished := self.conditioning.warm_start_layers(depth, with_drafter=bool(layers)):
+            self.conditioning.warm_start({i: layer_state(i) for i in wished})
+
+    def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:  # type: ignore[override]
+        """As transformers does it, with the names of ``file_names``; the live config is left as it was."""
+        names = file_names(self)
+        state = {names[key]: value for key, value in self.state_dict().items()}
+        dtype, architectures = self.config.dtype, self.config.architectures
+        super().save_pretrained(str(save_directory), state_dict=state, save_original_format=False, **kwargs)
+        self.config.dtype, self.config.architectures = dtype, architectures
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path, *args: Any, **kwargs: Any) -> DraftModel:  # type: ignore[override]
+        """As transformers does it, but missing, unexpected or misshapen tensors are an error that lists them."""
+        return load_draft_weights(cls, super().from_pretrained, path, *args, **kwargs)
+
+
+def load_draft(folder: str | Path) -> DraftModel:
+    """The drafter saved in ``folder`` (ours, or z-lab's layout flat or nested), in fp32 and in eval mode."""
+    with without_progress_bars():
+        return DraftModel.from_pretrained(folder, dtype=torch.float32)
+
+
+def save_draft(model: DraftModel, folder: str | Path) -> None:
+    """Write ``model`` to ``folder``, which is replaced as a whole: a reader never finds half of it."""
+    with without_progress_bars():
+        write_folder(folder, model.save_pretrained)
+
+
+def _make(axis: type, config: DraftConfig, name: str) -> Any:
+    stated = config.components.get(name)
+    if stated is None:
+        raise ValueError(f"components: the drafter's config names no {name!r}, only {sorted(config.components)}.")
+    part = axis.from_settings(stated["name"], stated["settings"])  # type: ignore[attr-defined]
+    part.build(config)
+    return part
+
+
+def _unlabelled_block(positions: Int[Tensor, "B K"]) -> BlockLayout:
+    """One block per row at ``positions``, to draft and not to learn from; its context is what the cache holds."""
+    slots = positions[:, None]
+    anchors = slots[..., 0]
+    none = torch.zeros_like(slots, dtype=torch.bool)
+    return BlockLayout(
+        anchors=anchors,
+        keep=torch.ones_like(anchors, dtype=torch.bool),
+        context_start=torch.zeros_like(anchors),
+        context_end=anchors,
+        input_ids=torch.zeros_like(slots),
+        position_ids=slots,
+        predicts=none,
+        label_index=torch.zeros_like(slots),
+        labels=torch.zeros_like(slots),
+        prev_ids=torch.zeros_like(slots),
+        scored=none,
+        valid=none,
+        rows=torch.zeros(0, dtype=torch.long, device=slots.device),
+    )
+
+
+AutoConfig.register(DraftConfig.model_type, DraftConfig, exist_ok=True)
+AutoModel.register(DraftConfig, DraftModel, exist_ok=True)

@@ -1,0 +1,79 @@
+"""Faults between a recipe and its target that the target's configuration tells, before any weight is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+from dflash_lightning.data.read.process import Processing
+from dflash_lightning.model.start import DraftPlan
+from dflash_lightning.recipe.faults import Fault, split_message
+from dflash_lightning.recipe.make import locate, make
+from dflash_lightning.recipe.nodes import faults_of
+from dflash_lightning.recipe.tree import holds_unknown, mapping_at, select
+from dflash_lightning.target import load_target
+from dflash_lightning.target.preview import TargetPreview, preview
+
+_PARTS = ("block", "conditioning", "drafter", "head")
+_LOADED_BY = f"{load_target.__module__}.{load_target.__name__}"
+
+
+def target_faults(tree: dict[str, Any], *, local: bool = True) -> Iterator[Fault]:
+    """Parts that do not go together; layers, vocabulary, positions and geometry that the target does not have.
+
+    Nothing of the latter where the target cannot be read yet. ``tree`` holds plain values, and its parts have no faults
+    of their own. ``local`` asks the hub for nothing.
+    """
+    node = mapping_at(tree, "target")
+    if holds_unknown([tree.get(part) for part in (*_PARTS, "init_from")]):
+        return
+    made: dict[str, Any] = {part: make(tree[part]) for part in _PARTS}
+    made |= {key: tree.get(key) for key in ("draft_vocabulary", "init_from")}
+    plan = DraftPlan(**made)
+    yield from faults_of(plan.check_parts, "block")
+    if holds_unknown(node) or not _is_usual(node):
+        return
+    known = {key: node[key] for key in ("revision", "trust_remote_code") if key in node}
+    try:
+        found = preview(node["source"], **known, local=local)
+    except ValueError as error:
+        yield split_message(str(error), "target.source")
+        return
+    if found is None:
+        return
+    yield from _part_faults(plan, found)
+    yield from _length_faults(tree, found)
+
+
+def _is_usual(node: dict[str, Any]) -> bool:
+    """Whether the target is loaded by ``load_target``, from its own configuration."""
+    try:
+        function = locate(node.get("_target_"))
+    except ValueError:
+        return False
+    path = f"{getattr(function, '__module__', '')}.{getattr(function, '__name__', '')}"
+    return path == _LOADED_BY and isinstance(node.get("source"), str)
+
+
+def _part_faults(plan: DraftPlan, found: TargetPreview) -> Iterator[Fault]:
+    seen: set[str] = set()
+    for check in plan.checks(found.facts, found.decoder_layer_state):
+        for fault in faults_of(check, "target"):
+            if fault.where not in seen:
+                seen.add(fault.where)
+                yield fault
+
+
+def _length_faults(tree: dict[str, Any], found: TargetPreview) -> Iterator[Fault]:
+    length = mapping_at(tree, "data").get("max_length")
+    if isinstance(length, int):
+        processing = Processing(length, "right", "all_turns", {}, 0)
+        yield from faults_of(partial(processing.check_target, found.text), "data.max_length")
+    positions, block = found.facts.max_positions, mapping_at(tree, "block").get("block_size")
+    for pattern in ("decoding.max_new_tokens", "callbacks.*.decoding.max_new_tokens"):
+        for where, answer in select(tree, pattern):
+            if isinstance(answer, int) and isinstance(block, int) and answer + block >= positions:
+                what = f"{answer} leaves no position for a prompt: {found.facts.name} has {positions}"
+                yield Fault(where, what, f"Use less than {positions - block}")
+                return  # the callbacks' is most often the same one

@@ -1,0 +1,1 @@
+"""Answers that the target writes itself: prompts in, training rows out (``dflash regenerate``)."""

@@ -1,0 +1,66 @@
+"""A toy target that needs no download: a random Llama with a tokenizer of letters and a chat template."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+LETTERS = "abcdefghijklmnop \n"
+_SPECIALS = ("<|unknown|>", "<|pad|>", "<|user|>", "<|assistant|>", "<|end|>")
+_TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+_VOCABULARY = 32  # rows of the embedding: letters, specials, and some that are no token, for the mask
+_SHARPNESS = 4.0  # logits are multiplied by it: answers then have a pattern that twenty training steps can learn
+
+
+def save_tiny_target(folder: Path, *, num_layers: int = 6, seed: int = 0) -> None:
+    """Write a toy model and its tokenizer to ``folder``, where ``load_target`` finds them.
+
+    The vocabulary has 32 rows, so that laws over tokens can be compared by counting a few thousand tokens. The weights
+    are those of ``seed``, whatever drew random numbers before.
+    """
+    tokenizer = _tokenizer()
+    ids = {name: tokenizer.convert_tokens_to_ids(name) for name in _SPECIALS}
+    config = LlamaConfig(
+        vocab_size=_VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=num_layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=512,
+        initializer_range=0.25,
+        pad_token_id=ids["<|pad|>"],
+        bos_token_id=ids["<|user|>"],
+        eos_token_id=ids["<|end|>"],
+        tie_word_embeddings=False,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(config)
+    model.lm_head.weight.data *= _SHARPNESS
+    # Logits of 0, which are small here: an answer seldom ends, or holds a special token or a row that is no token.
+    model.lm_head.weight.data[len(LETTERS) :] = 0.0
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _tokenizer() -> PreTrainedTokenizerFast:
+    """One id per letter; what is no letter of it is ``<|unknown|>``."""
+    vocabulary = {symbol: i for i, symbol in enumerate((*LETTERS, _SPECIALS[0]))}
+    core = Tokenizer(models.WordLevel(vocabulary, unk_token=_SPECIALS[0]))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    core.decoder = decoders.Fuse()
+    core.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in _SPECIALS])
+    unknown, pad, _, _, end = _SPECIALS
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core, unk_token=unknown, pad_token=pad, eos_token=end, model_max_length=512
+    )
+    tokenizer.chat_template = _TEMPLATE
+    return tokenizer

@@ -1,0 +1,1 @@
+"""What the training module is made of besides the parts of a recipe: guard, log, optimizer."""
