@@ -31,4 +31,4 @@ def make_decoding_head(lm: LanguageHead, whole: nn.Module, *, packed: bool) -> D
         if lm.bias is not None:
             product.bias = nn.Parameter(lm.bias.detach(), requires_grad=False)
         product = pack_linears(product) if packed else product
-    return DecodingHead(lm.weight, lm.bias, lm.scale, lm.softcap, lm.ids, product=product)
+    return DecodingHead(lm.weight, lm.bias, lm.scale, lm.softcap, lm.ids, lm.embedding, product=product)

@@ -90,7 +90,7 @@ def decode_batch(
     ids = torch.tensor(list(requests), device=lengths.device)
     roots = parts.verifier.sampler.choose(logits[:, None], ids, lengths[:, None])[:, 0]
     book.first(roots.tolist())
-    parts.proposer.start(features, lengths)
+    parts.proposer.start(features, lengths, roots)
     clock.ends("prefill")
 
     index = 0
@@ -105,7 +105,7 @@ def decode_batch(
         clock.ends("verify")
         keep = torch.tensor([len(tokens) * live for tokens, live in zip(committed, book.live, strict=True)])
         parts.target.commit(keep)
-        parts.proposer.ingest(features, keep)
+        parts.proposer.ingest(features.with_next(keep, roots), keep)
         lengths = lengths + keep.to(lengths.device)
         clock.ends("commit")
         book.enter(committed, draft.tokens.shape[1] - 1, stats)

@@ -26,8 +26,11 @@ class Proposer(ABC):
         return FeatureSpec()
 
     @abstractmethod
-    def start(self, features: TargetFeatures, lengths: Int[Tensor, " B"]) -> None:
-        """Forget the last batch and take in the prompts: the first ``lengths[b]`` rows of ``features``."""
+    def start(self, features: TargetFeatures, lengths: Int[Tensor, " B"], roots: Int[Tensor, " B"]) -> None:
+        """Forget the last batch and take in the prompts: the first ``lengths[b]`` rows of ``features``.
+
+        ``roots`` are the tokens after them, which the first ``propose`` drafts behind.
+        """
 
     @abstractmethod
     def propose(self, roots: Int[Tensor, " B"]) -> Scores:
@@ -35,7 +38,10 @@ class Proposer(ABC):
 
     @abstractmethod
     def ingest(self, features: TargetFeatures, keep: Int[Tensor, " B"]) -> None:
-        """Take in the first ``keep[b]`` rows of what the target computed at root and drafts (0 for ended rows)."""
+        """Take in the first ``keep[b]`` rows of what the target computed at root and drafts (0 for ended rows).
+
+        ``features.next_ids`` of the last kept row is the root of the next round.
+        """
 
 
 class NoDrafts(Proposer):
@@ -43,7 +49,7 @@ class NoDrafts(Proposer):
 
     num_drafts = 0
 
-    def start(self, features: TargetFeatures, lengths: Int[Tensor, " B"]) -> None:
+    def start(self, features: TargetFeatures, lengths: Int[Tensor, " B"], roots: Int[Tensor, " B"]) -> None:
         pass
 
     def propose(self, roots: Int[Tensor, " B"]) -> Scores:

@@ -150,7 +150,7 @@ def _first_block(
     with plain_mode(target.device):
         cache = model.make_cache(batch_size=1, max_length=length, chunk_rows=length)
         keep = torch.tensor([length], device=target.device)
-        hidden = model.draft_hidden(target.embed(slots), features.hidden.to(model.dtype), keep, cache)
+        hidden = model.draft_hidden(target.embed(slots), features, keep, cache, lm)
         logits = model.head.logits(hidden[:, alignment.first_slot :], lm)[0].float().cpu()
     ids = torch.arange(logits.shape[-1]) if lm.ids is None else lm.ids.cpu()
     return logits, ids

@@ -15,7 +15,8 @@ class LanguageHead:
 
     ``ids`` is null for the full vocabulary; otherwise row ``j`` of ``weight`` stands for token ``ids[j]`` (sorted).
     ``softcap`` c means ``c * tanh(x / c)``, applied last. The rows are the target's own, so nothing here is trained;
-    gradients flow through to the hidden states.
+    gradients flow through to the hidden states. ``embedding`` are the rows of the target's input embedding, as stored
+    and never reduced: heads that read drafted tokens ask ``embed`` for them.
     """
 
     weight: Float[Tensor, "V H"]
@@ -23,6 +24,7 @@ class LanguageHead:
     scale: float = 1.0
     softcap: float | None = None
     ids: Int[Tensor, " V"] | None = None
+    embedding: Float[Tensor, "Ve H"] | None = None
     _casts: dict[torch.dtype, tuple[int, Tensor]] = field(default_factory=dict, init=False, repr=False)
 
     def restrict(self, ids: Int[Tensor, " v"]) -> LanguageHead:
@@ -32,12 +34,21 @@ class LanguageHead:
         columns, known = self.columns(ids)
         assert bool(known.all()), f"tokens {ids[~known].tolist()[:8]} have no row in this head"
         bias = None if self.bias is None else self.bias.detach()[columns]
-        return LanguageHead(self.weight.detach()[columns], bias, self.scale, self.softcap, ids)
+        return LanguageHead(self.weight.detach()[columns], bias, self.scale, self.softcap, ids, self.embedding)
 
     def logits(self, hidden: Float[Tensor, "*rows H"]) -> Float[Tensor, "*rows V"]:
         """Full logits, in the dtype of the weight (autocast's where it is on); for decoding and tests."""
         product = torch.nn.functional.linear(hidden.to(self.weight.dtype), self.weight.detach(), self.bias)
         return self.activate(product)
+
+    def embed(self, tokens: Int[Tensor, "*rows"]) -> Float[Tensor, "*rows H"]:
+        """Raw rows of the input embedding, without the factor that some families apply inside the model.
+
+        ``tokens`` are ids of the target, also where the head is reduced. The rows carry no gradient.
+        """
+        assert self.embedding is not None, "this head was made without the target's embedding"
+        with torch.no_grad():
+            return torch.nn.functional.embedding(tokens.to(self.embedding.device), self.embedding)
 
     def activate(self, product: Float[Tensor, "*rows V"]) -> Float[Tensor, "*rows V"]:
         """Scale and soft cap, the only place where they are applied."""

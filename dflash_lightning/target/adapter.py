@@ -114,7 +114,7 @@ class TargetAdapter:
         hidden, stacked = self._trunk(
             ids, position_ids=positions, attention_mask=mask, cache=self._cache, use_cache=True
         )
-        return hidden, TargetFeatures(self.spec.layer_ids, stacked, hidden if self.spec.last_hidden else None)
+        return hidden, TargetFeatures(self.spec.layer_ids, stacked, hidden if self.spec.last_hidden else None, ids)
 
     def _logits(self, hidden: Float[Tensor, "*rows H"]) -> Float[Tensor, "*rows V"]:
         return self.lm.activate(self.head(hidden))

@@ -60,7 +60,7 @@ class TableTarget:
 
 
 def _features(tokens: torch.Tensor) -> TargetFeatures:
-    return TargetFeatures((0,), tokens[..., None, None].float())
+    return TargetFeatures((0,), tokens[..., None, None].float(), ids=tokens)
 
 
 class ScriptedProposer(Proposer):
@@ -70,7 +70,7 @@ class ScriptedProposer(Proposer):
         self.num_drafts = num_drafts
         self.script = script
 
-    def start(self, features: TargetFeatures, lengths: torch.Tensor) -> None:
+    def start(self, features: TargetFeatures, lengths: torch.Tensor, roots: torch.Tensor) -> None:
         rows = features.hidden[:, :, 0, 0].long().tolist()
         self.texts = [row[:length] for row, length in zip(rows, lengths.tolist(), strict=True)]
         self.round = 0
@@ -163,7 +163,7 @@ def overfit(
         batches.append((layout, features, positions))
     for _ in range(steps):
         for layout, features, positions in batches:
-            hidden = draft.block_hidden(target.embed(layout.input_ids), layout, features, positions)
+            hidden = draft.block_hidden(target.embed(layout.input_ids), layout, features, positions, lm)
             (log_prob,) = draft.views(hidden, layout, lm)["main"].scalars(LabelLogProb(layout.labels))
             loss = -torch.where(layout.valid, log_prob, 0.0).sum() / layout.valid.sum()
             optimizer.zero_grad()

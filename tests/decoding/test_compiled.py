@@ -24,8 +24,8 @@ def _drafts(decoder: SpeculativeDecoder, prompts: list[list[int]]) -> torch.Tens
     hidden, parts = [], decoder.parts
     with torch.no_grad():
         _, features, lengths = parts.target.prefill(prompts)
-        parts.proposer.start(features, lengths)
         roots = torch.tensor([1] * len(prompts))
+        parts.proposer.start(features, lengths, roots)
         for _ in range(2):  # a round after the prompts, and one after a round
             hidden.append(parts.proposer.propose(roots).logits)
             _, features = parts.target.verify(roots[:, None].repeat(1, parts.proposer.num_drafts + 1))

@@ -70,7 +70,7 @@ def test_same_weights_and_anchors_give_specforges_loss_and_gradients(name, ours,
     positions = torch.arange(LENGTH)[None]
     features = target.features(document.input_ids[None], positions, draft.required())
     draft.train().zero_grad()
-    hidden = draft.block_hidden(target.embed(layout.input_ids), layout, features, positions)
+    hidden = draft.block_hidden(target.embed(layout.input_ids), layout, features, positions, target.lm)
     views, term = draft.views(hidden, layout, target.lm), CrossEntropy(decay=decay)
     nothing = torch.zeros(block_size)
     totals = SlotTotals(layout.valid.sum((0, 1)).float(), nothing, torch.tensor(0.0), torch.tensor(0.0))
