@@ -28,7 +28,7 @@ class DraftHead(Component, nn.Module, ABC, axis=True):
     """
 
     label_layouts: ClassVar[tuple[LabelLayout, ...]] = LABEL_LAYOUTS
-    signals: ClassVar[tuple[str, ...]] = ()
+    signals: tuple[str, ...] = ()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
