@@ -62,7 +62,7 @@ class TargetAdapter:
         """Whether the target judges token trees as it judges their paths.
 
         The test suite holds this for the verified families. Any other is tried on a small tree when this is first
-        asked, which costs three forwards of a few tokens. A family that goes by cache rows where it should go by
+        asked, which costs four forwards of a few tokens. A family that goes by cache rows where it should go by
         positions, or makes masks of its own, is right for chains and wrong for trees.
         """
         if self._tree_error is None:
@@ -183,11 +183,12 @@ class TargetAdapter:
             return 0.0
         held = self._cache, self._lengths, self._verified
         self.reset()
-        self._tree_error = 0.0  # the trial verifies a tree
+        self._tree_error = 0.0  # lets the trial verify its tree
         try:
             return tree_error(self, self.target)
         finally:
             self._cache, self._lengths, self._verified = held
+            self._tree_error = None
 
     def _forward(
         self, ids: Int[Tensor, "B W"], lengths: list[int], parents: Int[Tensor, "B W"] | None = None
