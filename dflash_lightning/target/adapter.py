@@ -141,6 +141,8 @@ class TargetAdapter:
 
         Returns:
             Features of the path's rows in order; the first ``keep[b]`` of them are those of the committed tokens.
+            ``ids`` are the path's tokens. ``next_ids`` follow from them: what follows the last kept row is not known
+            here (``TargetFeatures.with_next``).
         """
         assert self._verified is not None, "commit comes after verify"
         features, kept, self._verified = self._verified, keep.tolist(), None

@@ -153,6 +153,8 @@ def test_a_path_that_is_kept_in_part_is_the_text_from_then_on(
         adapter.verify(tokens, parents=torch.tensor([PARENTS] * 3))
         features = adapter.commit(path, torch.tensor(keep))
         assert features.hidden.shape == (3, 4, 2, 32)
+        assert torch.equal(features.ids, tokens.gather(1, path))
+        assert torch.equal(features.next_ids[:, :-1], features.ids[:, 1:])
         for b, kept in enumerate(keep):
             begin = len(texts[b])
             texts[b] += tokens[b, path[b, :kept]].tolist()
