@@ -68,7 +68,7 @@ class Draft:
             return self
         law = self.law
         if law is not None and self.parents is None and self.law_row is None:
-            law = Law(law.mass[:, : num_nodes - 1], None if law.ids is None else law.ids[:, : num_nodes - 1])
+            law = law.at((slice(None), slice(num_nodes - 1)))
         return replace(
             self,
             tokens=self.tokens[:, :num_nodes],

@@ -1,4 +1,4 @@
-"""Chains: one token per slot."""
+"""Chains: one token per slot, drawn all at once, or in turn where each law depends on the tokens before."""
 
 from __future__ import annotations
 
