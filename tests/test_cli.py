@@ -27,8 +27,8 @@ from dflash_lightning.commands import fit as fit_module
 from dflash_lightning.commands import regenerate as regenerate_module
 from dflash_lightning.commands import report as report_module
 from dflash_lightning.commands.drafts import find_draft
-from dflash_lightning.commands.evaluate import settings_of
 from dflash_lightning.commands.generate import TokenStream
+from dflash_lightning.commands.ready import decoding_of
 from dflash_lightning.data import load_prompts, render_prompt
 from dflash_lightning.decoding.evaluation import Evaluator
 from dflash_lightning.model import DraftModel, save_draft
@@ -583,7 +583,7 @@ def report_run(trained: Path, here: Path, eager_report: None) -> Path:
 def eager_report(monkeypatch: pytest.MonkeyPatch) -> None:
     """``dflash report`` always compiles, which the shape hook cannot."""
     monkeypatch.setattr(
-        report_module, "settings_of", lambda args: dataclasses.replace(settings_of(args), compile=False)
+        report_module, "decoding_of", lambda args: dataclasses.replace(decoding_of(args), compile=False)
     )
 
 

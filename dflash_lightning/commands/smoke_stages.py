@@ -203,9 +203,7 @@ def _drafts(
     target: FrozenTarget, draft: DraftModel, settings: DecodingSettings, prompts: list[list[int]]
 ) -> list[list[list[int]]]:
     """What the builder proposes in every round of decoding ``prompts``."""
-    decoder = settings.make_decoder(
-        target, draft, longest_prompt=max(map(len, prompts)), compile=False, shown=False
-    )
+    decoder = settings.make_decoder(target, draft, longest_prompt=max(map(len, prompts)), compile=False, shown=False)
     seen: list[list[list[int]]] = []
     builder: Any = decoder.parts.builder
     build = builder.build
