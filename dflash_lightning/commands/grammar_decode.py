@@ -83,6 +83,7 @@ one at a time, the three taking turns; the others in batches. The exit status is
     parser.add_argument("--timed", type=count, default=8, metavar="N", help="prompts that are timed; default: 8")
     add_decoding_arguments(parser, max_new_tokens=128, batch_size=16)
     add_batch_argument(parser, "of the others", 16)
+    add_eager_argument(parser)
     parser.add_argument("--started", type=float, metavar="T", help="when the whole began (seconds since 1970)")
     parser.add_argument("--min-tau", type=float, metavar="X", help="fail when tau is below X")
     parser.add_argument("--note", metavar="TEXT", help="what the prompts are, in words, for the report")

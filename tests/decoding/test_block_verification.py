@@ -65,7 +65,8 @@ def test_single_drafts_give_the_worked_numbers(enumeration, drafts, reach, stop)
         torch.testing.assert_close(chances, torch.tensor([stop]), atol=1e-6, rtol=1e-6)
     else:
         assert float(chances[0, -1]) == 1.0  # all stand, although one by one the second would only in half the cases
-    held = [Law(law.mass.gather(-1, ids), ids) for ids in [law.mass.argsort(-1, descending=True)]][0]
+    order = law.mass.argsort(-1, descending=True)
+    held = Law(law.mass.gather(-1, order), order)  # the same law, held by its possible tokens
     torch.testing.assert_close(block.stop_chances(draft, held, target, found, 3), chances)
 
 

@@ -22,7 +22,7 @@ class Calibrated(MarginalHead):
         self.register_buffer("known", torch.zeros(3, dtype=torch.long))
 
     def outputs(self, hidden, layout, lm):
-        return HeadOutput({"main": View(hidden / self.temperature, layout.rows, lm)})
+        return HeadOutput({"main": View.of(hidden / self.temperature, layout.rows, lm)})
 
     def open(self, hidden, roots, lm):
         return Scores(lm.logits(hidden / self.temperature), lm.ids)
