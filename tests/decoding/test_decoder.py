@@ -216,7 +216,6 @@ def test_sampling_by_match_equals_plain_sampling_in_any_batch(
     expected = [g.output_ids for g in plain.generations]
     overfit_draft(target, draft, list(zip(PROMPTS[:2], expected[:2], strict=True)), steps=40)
     matching = _decoder(target, draft, sampling=spec, verifier=MatchVerifier(), batch_size=3)
-    assert matching.parts.repeatable
     drafted = matching.decode(PROMPTS, max_new_tokens=MAX_NEW, stop_ids=(), request_ids=[30, 10, 20])
     assert [g.output_ids for g in drafted.generations] == expected
     assert drafted.stats.histogram[0] and sum(drafted.stats.histogram[1:-1]) and drafted.stats.histogram[-1]
@@ -235,7 +234,6 @@ def test_sampling_by_rejection_is_repeatable_and_not_batch_dependent(make_target
 
     def decode(prompts, requests, batch_size):
         decoder = _decoder(target, draft, sampling=spec, batch_size=batch_size)
-        assert not decoder.parts.repeatable
         result = decoder.decode(prompts, max_new_tokens=12, stop_ids=(), request_ids=requests)
         return [g.output_ids for g in result.generations]
 
