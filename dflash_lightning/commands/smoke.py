@@ -1,4 +1,4 @@
-"""``dflash smoke``: does a recipe train, decode without loss, save, load, resume and export? In seconds, at toy size."""
+"""``dflash smoke``: does a recipe train, decode without loss, save, load, resume and export? At toy size."""
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -39,10 +38,9 @@ def hold_to_law(
 ) -> LawTest:
     """Decode hundreds of short answers and hold their tokens to the target's law at each place.
 
-    Given what stands before it, a token ``x`` that was drawn from ``p`` has ``onehot(x) - p`` of mean 0. Summed over all
-    places this is a vector whose covariance is the sum of ``diag(p) - p p^T``, and so is the sum of ``log p(x)`` less
-    its mean; the squared length in units of the covariance is chi-square. The first token of an answer is left out: no
-    round drafts it.
+    Given what stands before it, a token ``x`` that was drawn from ``p`` has ``onehot(x) - p`` of mean 0. Summed over
+    all places this is a vector whose covariance is the sum of ``diag(p) - p p^T``, so that its squared length in units
+    of the covariance is chi-square. The first token of an answer is left out: no round drafts it.
     """
     decoder = settings.make_decoder(
         target, draft, longest_prompt=max(map(len, prompts)) + _TOKENS, compile=False, shown=False
@@ -73,28 +71,39 @@ def laws_of(
 
 
 def p_value(law: Float[Tensor, "T V"], tokens: Int[Tensor, " T"]) -> float:
-    """The smaller of two: of the counts of all tokens, and of how likely the drawn tokens are; doubled, as it is of two.
+    """How unlikely tokens like these are under their laws; 0 where a token was drawn that its law does not have.
 
-    0 where a token was drawn that the law does not have.
+    The smallest of three probabilities, times three: of the counts of all tokens, of how often the likeliest token was
+    drawn, and of how likely the drawn tokens are.
     """
     p = law.double()
     p = p / p.sum(-1, keepdim=True)
     chance = p.gather(-1, tokens[:, None])[:, 0]
     if bool((chance <= 0).any()):
         return 0.0
+    logs = p.clamp(min=1e-300).log()
+    likeliest = torch.zeros_like(p).scatter_(-1, p.argmax(-1, keepdim=True), 1.0)
+    found = [_of_counts(p, tokens), *(_of_sum(p, values, tokens) for values in (logs, likeliest))]
+    return min(1.0, 3 * min(found))
+
+
+def _of_counts(p: Float[Tensor, "T V"], tokens: Int[Tensor, " T"]) -> float:
     excess = torch.zeros_like(p).scatter_(-1, tokens[:, None], 1.0).sum(0) - p.sum(0)
     covariance = torch.diag(p.sum(0)) - p.T @ p
-    counts = float(excess @ torch.linalg.pinv(covariance, hermitian=True, rtol=1e-8) @ excess)
-    by_counts = _chi_square(counts, int(torch.linalg.matrix_rank(covariance, hermitian=True, rtol=1e-8)))
-    logs = p.clamp(min=1e-300).log()
-    mean = (p * logs).sum(-1)
-    spread = float(((p * logs**2).sum(-1) - mean**2).sum())
-    surprise = float((chance.log() - mean).sum())
-    by_surprise = _chi_square(surprise**2 / spread, 1) if spread > 0 else 1.0
-    return min(1.0, 2 * min(by_counts, by_surprise))
+    inverse = torch.linalg.pinv(covariance, hermitian=True, rtol=1e-8)
+    freedom = int(torch.linalg.matrix_rank(covariance, hermitian=True, rtol=1e-8))
+    return _chi_square(float(excess @ inverse @ excess), freedom)
+
+
+def _of_sum(p: Float[Tensor, "T V"], values: Float[Tensor, "T V"], tokens: Int[Tensor, " T"]) -> float:
+    """Of the sum over places of the value that the drawn token has there."""
+    mean = (p * values).sum(-1)
+    spread = float(((p * values**2).sum(-1) - mean**2).sum())
+    excess = float((values.gather(-1, tokens[:, None])[:, 0] - mean).sum())
+    return _chi_square(excess**2 / spread, 1) if spread > 1e-9 else 1.0
 
 
 def _chi_square(value: float, freedom: int) -> float:
     """The probability that a chi-square variable is at least ``value``."""
     half = torch.tensor([freedom / 2, value / 2], dtype=torch.float64)
-    return float(torch.special.gammaincc(half[0], half[1])) if freedom and math.isfinite(value) else float(freedom == 0)
+    return float(torch.special.gammaincc(half[0], half[1])) if freedom else 1.0

@@ -17,6 +17,7 @@ from dflash_lightning.commands.report_decoding import decode_for_report
 from dflash_lightning.commands.smoke_law import hold_to_law
 from dflash_lightning.commands.smoke_toy import CUT, STEPS, ToyWorld, toy_recipe
 from dflash_lightning.decoding import DecodingSettings
+from dflash_lightning.decoding.choice import choose_strategies
 from dflash_lightning.decoding.evaluation import Evaluator
 from dflash_lightning.export import FORMATS, Exported, check, check_format, export
 from dflash_lightning.model import DraftModel
@@ -91,7 +92,7 @@ class Trial:
             raise StageFailed(f"{parts.trainer.global_step} optimizer steps were made, not {STEPS}")
         if parts.module.changed_parameters() == 0:
             raise StageFailed(f"{STEPS} optimizer steps changed no parameter of the drafter")
-        parts.trainer.save_checkpoint(self._checkpoint(STEPS))
+        parts.trainer.save_checkpoint(self._checkpoint(STEPS), weights_only=False)
 
     def _checkpoint(self, step: int) -> Path:
         return self.folder / f"step-{step}.ckpt"
@@ -119,7 +120,8 @@ class Trial:
     ) -> None:
         """As the recipe samples, or at temperature 1 where it does not."""
         sampling = self._sampling(settings)
-        if sampling.repeatable:  # the same noise at the same places: equal token for token
+        _, verifier = choose_strategies(**sampling.strategies, sampling=sampling.sampling)
+        if verifier.repeatable:  # the same noise at the same places: equal token for token
             found = Evaluator(target, draft, prompts, sampling, num_checked=len(prompts), shown=False)()
             if not found.lossless:
                 raise StageFailed(f"draws are not the target's own: {'; '.join(map(str, found.differences))}")
@@ -152,7 +154,7 @@ class Trial:
 
     def _resume(self, cfg: DictConfig, draft: DraftModel) -> None:
         parts = build_recipe(cfg)
-        parts.trainer.fit(parts.module, datamodule=parts.data, ckpt_path=str(self._checkpoint(CUT)))
+        parts.trainer.fit(parts.module, datamodule=parts.data, ckpt_path=self._checkpoint(CUT), weights_only=True)
         if parts.trainer.global_step != STEPS:
             raise StageFailed(f"resumed at step {CUT}, the run ended at {parts.trainer.global_step}, not at {STEPS}")
         _check_equal(draft, parts.module.draft_model, f"the drafter of the run that was resumed at step {CUT}")
@@ -183,7 +185,7 @@ class _SaveAt(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if trainer.global_step == self.step and not self.file.exists():
-            trainer.save_checkpoint(self.file)
+            trainer.save_checkpoint(self.file, weights_only=False)
 
 
 def _check_equal(draft: DraftModel, other: DraftModel, what: str) -> None:
@@ -203,9 +205,7 @@ def _drafts(
     target: FrozenTarget, draft: DraftModel, settings: DecodingSettings, prompts: list[list[int]]
 ) -> list[list[list[int]]]:
     """What the builder proposes in every round of decoding ``prompts``."""
-    decoder = settings.make_decoder(
-        target, draft, longest_prompt=max(map(len, prompts)), compile=False, shown=False
-    )
+    decoder = settings.make_decoder(target, draft, longest_prompt=max(map(len, prompts)), compile=False, shown=False)
     seen: list[list[list[int]]] = []
     builder: Any = decoder.parts.builder
     build = builder.build
@@ -216,5 +216,8 @@ def _drafts(
         return made
 
     builder.build = listen
-    decoder.decode(prompts, max_new_tokens=settings.max_new_tokens, stop_ids=target.stop_ids)
+    try:
+        decoder.decode(prompts, max_new_tokens=settings.max_new_tokens, stop_ids=target.stop_ids)
+    finally:
+        del builder.build  # the settings' own builder, which others decode with too
     return seen

@@ -154,7 +154,7 @@ def _known(tree: dict[str, Any], key: str) -> dict[str, Any]:
     try:
         parameters = inspect.signature(locate(node.get("_target_"))).parameters
     except ValueError:  # the recipe's check says so
-        parameters = {}
+        return node
     return {**{name: parameter.default for name, parameter in parameters.items()}, **node}
 
 

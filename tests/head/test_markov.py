@@ -202,7 +202,7 @@ def test_the_recipes_loss_is_the_published_sum(make_layout: Any) -> None:
     terms = {name: make(node) for name, node in stated.items()}
     parts = {n: t.numerator(out, layout, TEACHER, CTX) / t.denominator(totals) for n, t in terms.items()}
     assert float(parts["cross_entropy"]) == pytest.approx(0.693806, abs=1e-6)
-    assert 2 * float(parts["total_variation"]) == pytest.approx(0.692096, abs=1e-6)
+    assert 2 * float(parts["tv"]) == pytest.approx(0.692096, abs=1e-6)
     assert float(parts["confidence"]) == pytest.approx(0.579781, abs=1e-6)
     total = sum(terms[name].coef(CTX) * float(part) for name, part in parts.items())
     assert total == pytest.approx(1.272048, abs=1e-6)
