@@ -167,7 +167,7 @@ def _smoke(args: argparse.Namespace) -> int:
 def _recipes(args: argparse.Namespace) -> int:
     from dflash_lightning.commands.listing import list_recipes
 
-    return list_recipes(args.recipe)
+    return list_recipes(args.recipe, as_json=args.json)
 
 
 _RUN: dict[str, Callable[[argparse.Namespace], int]] = {

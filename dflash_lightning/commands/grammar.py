@@ -337,3 +337,4 @@ List recipes and the options of each group, each with a line of what it is.
   dflash recipes mine.yaml     also those beside a recipe of your own: mine.yaml finds loss/focal.yaml as loss=focal"""
     parser = _add(commands, "recipes", "list recipes and the options of each group", text)
     parser.add_argument("recipe", nargs="?", metavar="RECIPE", help="a recipe file of your own, or a folder of them")
+    parser.add_argument("--json", action="store_true", help="print JSON: systems, axes, options, classes and settings")
