@@ -30,9 +30,8 @@ class Component:
 
     def settings(self) -> dict[str, Any]:
         """The constructor's arguments, as given."""
-        return {
-            name: getattr(self, name) for name in inspect.signature(type(self).__init__).parameters if name != "self"
-        }
+        parameters = inspect.signature(type(self).__init__).parameters.values()
+        return {p.name: getattr(self, p.name) for p in parameters if p.kind is p.KEYWORD_ONLY}
 
     @classmethod
     def from_settings(cls, name: str, settings: dict[str, Any]) -> Any:

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float
 from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 
@@ -27,7 +26,7 @@ from dflash_lightning.head import DraftHead
 from dflash_lightning.loss import LossTerm
 from dflash_lightning.model import DraftModel
 from dflash_lightning.model.start import DraftPlan
-from dflash_lightning.ops.lm_head import Argmax, LanguageHead, View
+from dflash_lightning.ops.lm_head import Argmax, HeadOutput, LanguageHead, Teacher
 from dflash_lightning.target import FrozenTarget
 from dflash_lightning.training.guard import (
     ADVICE,
@@ -41,7 +40,8 @@ from dflash_lightning.training.guard import (
 )
 from dflash_lightning.training.log import StepLog
 from dflash_lightning.training.optim import LengthChange, OptimSettings, gradients, length_change, set_rates
-from dflash_lightning.types import FeatureSpec, SlotTotals, StepContext, TargetFeatures, TrainBatch
+from dflash_lightning.training.requirements import check_labels, check_teacher
+from dflash_lightning.types import BlockLayout, FeatureSpec, SlotTotals, StepContext, TargetFeatures, TrainBatch
 
 
 class DraftModule(LightningModule):
@@ -108,22 +108,10 @@ class DraftModule(LightningModule):
         self._lm: LanguageHead = self.model.head_of(self.target.lm)
         if data is not None:
             self.model.config.chat_template_kwargs = dict(data.chat_template_kwargs)
-            self._check_labels(data.summary.labels)
+            summary = data.summary
+            check_labels(self.terms, summary.why_not_samples, unknown=summary.labels == "unknown")
+            check_teacher(self.terms, data.cache_features, data.cache_dtype, self.target.dtype)
             data.bind(self.block, self.model.alignment, self.required(), self._vocabulary_mask())
-
-    def _check_labels(self, labels: str) -> None:
-        """Refuse greedy responses where a loss term needs the target's own draws; warn where nobody knows."""
-        asking = [name for name, term in self.terms.items() if term.needs_samples]
-        if asking and labels == "greedy":
-            raise ValueError(
-                f"loss.{asking[0]}: needs responses drawn from the target, but data.train holds greedy ones (its "
-                ".meta.json says so). Regenerate them at temperature 1, or use another loss."
-            )
-        if asking and labels == "unknown":
-            rank_zero_warn(
-                f"loss.{asking[0]} needs responses drawn from the target; nothing says how those in data.train were "
-                "made."
-            )
 
     def _vocabulary_mask(self) -> Bool[Tensor, " V"] | None:
         if self.draft_model.config.draft_vocab_size is None:
@@ -175,10 +163,10 @@ class DraftModule(LightningModule):
         self.step_log = StepLog()
 
     def training_step(self, batch: TrainBatch, batch_idx: int) -> Float[Tensor, ""]:
-        views, features = self.views(batch)
+        out, features = self.outputs(batch)
         if self._metrics_due():
-            views["main"].plan(Argmax())  # answered in the same pass as the losses
-        shares = self.loss_shares(batch, views, features, self._step_context(), self._window_totals(batch))
+            out.views["main"].plan(Argmax())  # answered in the same pass as the losses
+        shares = self.loss_shares(batch, out, features, self._step_context(), self._window_totals(batch))
         for name, (_, share) in shares.items():
             self.step_log.add(f"train/loss/{name}", share)
         loss = torch.stack([coef * share for coef, share in shares.values()]).sum()
@@ -186,13 +174,13 @@ class DraftModule(LightningModule):
         self.step_log.add("tokens", (batch.doc_ids >= 0).sum().float())
         self._window_samples.append(batch.sample_ids)
         if self._metrics_due():
-            self.step_log.count_correct(views["main"], batch.layout)
+            self.step_log.count_correct(out.views["main"], batch.layout)
         if self._guard is not None:
             self._guard.settle()
         # DDP averages gradients over ranks and Lightning divides by the accumulation: undo both, the totals cover them.
         return loss * (self.trainer.world_size * self.trainer.accumulate_grad_batches)
 
-    def views(self, batch: TrainBatch) -> tuple[dict[str, View], TargetFeatures]:
+    def outputs(self, batch: TrainBatch) -> tuple[HeadOutput, TargetFeatures]:
         """What the losses ask about, and the target's features; they are made here where the batch has none."""
         layout, features = batch.layout, batch.features
         if features is None:
@@ -200,24 +188,30 @@ class DraftModule(LightningModule):
         hidden = self.draft_model.block_hidden(
             self.target.embed(layout.input_ids), layout, features, batch.position_ids
         )
-        return self.draft_model.outputs(hidden, layout, self._lm).views, features
+        return self.draft_model.outputs(hidden, layout, self._lm), features
 
     def loss_shares(
         self,
         batch: TrainBatch,
-        views: dict[str, View],
+        out: HeadOutput,
         features: TargetFeatures,
         context: StepContext,
         totals: SlotTotals,
     ) -> dict[str, tuple[float, Float[Tensor, ""]]]:
         """Coefficient of every loss term, and this micro-batch's share of the term of a window with ``totals``."""
-        shift = self.draft_model.alignment.shift
-        shares = {}
+        teacher, shares = self._teacher(features, batch.layout), {}
         for name, term in self.terms.items():
-            denominator = term.denominator(totals, shift)
-            numerator = term.numerator(views, batch.layout, features, context)
+            denominator = term.denominator(totals)
+            numerator = term.numerator(out, batch.layout, teacher, context)
             shares[name] = (term.coef(context), numerator / torch.where(denominator > 0, denominator, 1.0))
         return shares
+
+    def _teacher(self, features: TargetFeatures, layout: BlockLayout) -> Teacher | None:
+        """The target's own law, where a loss term asks for it."""
+        if not any(term.required().last_hidden for term in self.terms.values()):
+            return None
+        assert features.last_hidden is not None, "features were made without the last hidden state that a loss needs"
+        return Teacher(features.last_hidden, layout, self.target.lm)
 
     def _step_context(self) -> StepContext:
         return StepContext(self.global_step, int(self.trainer.estimated_stepping_batches), self.current_epoch)

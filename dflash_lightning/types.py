@@ -3,8 +3,9 @@
 Dimension legend, used in every shape annotation of the package:
 
 ``B`` batch rows, ``S`` positions of a (packed) row, ``N`` blocks of a row, ``K`` slots of a block (the anchor is slot
-0), ``H`` hidden size, ``T`` tapped target layers, ``L`` draft layers, ``V`` vocabulary rows, ``D`` head dimension,
-``Hq``/``Hkv`` query/key-value heads, ``R`` rows handed over in one piece, ``M`` documents of a row.
+0), ``Kp`` those of them that predict, ``H`` hidden size, ``T`` tapped target layers, ``L`` draft layers, ``V``
+vocabulary rows, ``D`` head dimension, ``Hq``/``Hkv`` query/key-value heads, ``R`` rows handed over in one piece, ``M``
+documents of a row.
 """
 
 from __future__ import annotations
@@ -168,26 +169,28 @@ class TargetFacts:
 class SlotTotals:
     """Counts that loss denominators are made of: sums over blocks, so totals of parts add up to the total.
 
-    ``valid[k]`` counts valid slots with index ``k``; ``prefix_valid[k]`` those whose predicting slots before them in
-    the block are all valid too; ``blocks`` counts blocks with a valid slot; ``documents`` counts documents with such a
-    block.
+    ``valid[j]`` counts valid slots that are the ``j``-th *predicting* slot of their block, wherever in the block that
+    is; ``prefix_valid[j]`` those of them whose predicting slots before them in the block are all valid too, so that
+    ``prefix_valid[0]`` counts blocks whose first predicting slot is valid. ``blocks`` counts blocks with a valid slot,
+    ``documents`` documents with such a block.
     """
 
-    valid: Float[Tensor, " K"]
-    prefix_valid: Float[Tensor, " K"]
+    valid: Float[Tensor, " Kp"]
+    prefix_valid: Float[Tensor, " Kp"]
     blocks: Float[Tensor, ""]
     documents: Float[Tensor, ""]
 
     @classmethod
-    def zeros(cls, block_size: int) -> SlotTotals:
-        k = torch.zeros(block_size)
+    def zeros(cls, num_predicting: int) -> SlotTotals:
+        """Of no block; ``num_predicting`` is the most predicting slots of a block (``Kp``)."""
+        k = torch.zeros(num_predicting)
         return cls(k, k.clone(), torch.zeros(()), torch.zeros(()))
 
     def __add__(self, other: SlotTotals) -> SlotTotals:
         return SlotTotals.unpack(self.pack() + other.pack())
 
     def pack(self) -> Float[Tensor, " Q"]:
-        """One flat vector (``2 K + 2`` numbers), so that one all-reduce carries it."""
+        """One flat vector (``2 Kp + 2`` numbers), so that one all-reduce carries it."""
         return torch.cat([self.valid, self.prefix_valid, self.blocks[None], self.documents[None]])
 
     @classmethod

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import json
 import os
@@ -25,9 +24,7 @@ from dflash_lightning.callbacks import AtomicCheckpointIO
 from dflash_lightning.cli import main
 from dflash_lightning.commands import fit as fit_module
 from dflash_lightning.commands import regenerate as regenerate_module
-from dflash_lightning.commands import report as report_module
 from dflash_lightning.commands.drafts import find_draft
-from dflash_lightning.commands.evaluate import settings_of
 from dflash_lightning.commands.generate import TokenStream
 from dflash_lightning.data import load_prompts, render_prompt
 from dflash_lightning.decoding.evaluation import Evaluator
@@ -560,11 +557,11 @@ def test_evaluate_takes_run_and_checkpoint_and_is_lossless(
     assert "tau" in capsys.readouterr().out
 
 
-REPORT = ["--prompts", "prompts.jsonl", "--max-new-tokens", "6", "--timed", "2", "--batch-size", "2"]
+REPORT = ["--prompts", "prompts.jsonl", "--max-new-tokens", "6", "--timed", "2", "--batch-size", "2", "--eager"]
 
 
 @pytest.fixture
-def report_run(trained: Path, here: Path, eager_report: None) -> Path:
+def report_run(trained: Path, here: Path) -> Path:
     """A copy of the finished run whose training rows and prompts share 14 words, the rows tokenised as our own are."""
     words = " ".join(f"w{i}" for i in range(14))
     tokenizer = PreTrainedTokenizerFast.from_pretrained(here / "target")
@@ -577,14 +574,6 @@ def report_run(trained: Path, here: Path, eager_report: None) -> Path:
     shutil.copytree(trained, folder, dirs_exist_ok=True)
     (folder / "report.json").unlink(missing_ok=True)
     return folder
-
-
-@pytest.fixture
-def eager_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``dflash report`` always compiles, which the shape hook cannot."""
-    monkeypatch.setattr(
-        report_module, "settings_of", lambda args: dataclasses.replace(settings_of(args), compile=False)
-    )
 
 
 def _set_training_file(run: Path, name: str) -> None:

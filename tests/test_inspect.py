@@ -391,7 +391,8 @@ def test_every_setting_that_decides_documents_is_taken_from_the_recipe() -> None
 
 def test_what_a_sidecar_says_of_the_answers_is_part_of_the_account(run: Run, here: Path) -> None:
     (here / "made.jsonl").write_text(json.dumps(GOOD[0]) + "\n")
-    made = {"sampling": {"labels": "sampled"}, "target": {"digest": "x"}, "chat_template": {"kwargs": {"mood": "sad"}}}
+    sampling = {"labels": "sampled", "temperature": 1.0, "top_k": None, "top_p": None}
+    made = {"sampling": sampling, "target": {"digest": "x"}, "chat_template": {"kwargs": {"mood": "sad"}}}
     (here / "made.jsonl.meta.json").write_text(json.dumps({"made_with": made}))
     _, _, errors = run("made.jsonl", target="thinking")
     assert errors.startswith("data: made.jsonl (sampled labels)\n")

@@ -2,7 +2,16 @@
 
 from dflash_lightning.block.anchored import Anchored
 from dflash_lightning.block.base import BlockConstructor
-from dflash_lightning.block.check import check_layout
+from dflash_lightning.block.check import check_anchored, check_layout
+from dflash_lightning.block.masked import Masked
 from dflash_lightning.block.merge import count_slots, merge_layouts
 
-__all__ = ["Anchored", "BlockConstructor", "check_layout", "count_slots", "merge_layouts"]
+__all__ = [
+    "Anchored",
+    "BlockConstructor",
+    "Masked",
+    "check_anchored",
+    "check_layout",
+    "count_slots",
+    "merge_layouts",
+]

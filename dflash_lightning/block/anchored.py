@@ -10,7 +10,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from dflash_lightning.block.base import BlockConstructor
-from dflash_lightning.block.check import check_layout
+from dflash_lightning.block.check import check_anchored
 from dflash_lightning.types import Alignment, BlockLayout, Document, LabelLayout
 
 
@@ -68,7 +68,7 @@ class Anchored(BlockConstructor):
         eligible = self.eligible_anchors(document.loss_mask)
         anchors = draw_sorted(eligible, self.num_anchors, key=(seed, epoch, document.sample_id))
         layout = _lay_out(document, anchors, alignment, vocabulary)
-        check_layout(layout, document.input_ids[None], alignment)
+        check_anchored(layout, document.input_ids[None], alignment)
         return layout
 
 

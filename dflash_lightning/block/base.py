@@ -31,6 +31,10 @@ class BlockConstructor(Component, ABC, axis=True):
         """How many blocks a document of this mask gives, without laying them out: packs are planned with it."""
         return len(self.eligible_anchors(loss_mask))
 
+    def num_predicting(self, alignment: Alignment) -> int:
+        """The most slots of a block that predict something; losses weigh slots by their order among these."""
+        return alignment.num_drafts
+
     @abstractmethod
     def blocks(
         self,

@@ -55,16 +55,21 @@ def merge_layouts(
     return blank
 
 
-def count_slots(layout: BlockLayout) -> SlotTotals:
-    """Counts of the valid slots of ``layout``. A document is told by where in its row its context starts."""
+def count_slots(layout: BlockLayout, num_predicting: int | None = None) -> SlotTotals:
+    """Counts of the valid slots of *one document's* layout; those of a batch are the sum over its documents.
+
+    ``num_predicting`` is the most predicting slots that a block of this kind has
+    (``BlockConstructor.num_predicting``); null makes room for every slot of a block.
+    """
+    assert len(layout.valid) == 1, "count one document at a time: a merged layout does not tell them apart"
     valid, predicts = layout.valid, layout.predicts
     prefix = (valid | ~predicts).cumprod(-1).bool() & valid
-    used = valid.any(-1)  # [B, N]
-    batch, block = used.nonzero(as_tuple=True)
-    documents = torch.stack([batch, layout.context_start[batch, block]], 1).unique(dim=0)
-    return SlotTotals(
-        valid.sum((0, 1)).float(), prefix.sum((0, 1)).float(), used.sum().float(), torch.tensor(float(len(documents)))
-    )
+    order = predicts.cumsum(-1) - 1
+    size = layout.valid.shape[2] if num_predicting is None else num_predicting
+    every, first = (torch.bincount(order[which], minlength=size).float() for which in (valid, prefix))
+    assert len(every) == size, f"a block has more than {size} predicting slots"
+    used = valid.any(-1).sum().float()
+    return SlotTotals(every, first, used, used.clamp(max=1.0))
 
 
 def _padding(shape: tuple[int, int], alignment: Alignment) -> BlockLayout:

@@ -13,10 +13,12 @@ from torch import nn
 
 from dflash_lightning.callbacks import SpeculativeEval
 from dflash_lightning.data import DraftData
+from dflash_lightning.data.features.products import with_products
 from dflash_lightning.model.memory import memory_line
 from dflash_lightning.module import DraftModule
 from dflash_lightning.progress import readable_seconds
 from dflash_lightning.recipe import Parts
+from dflash_lightning.target import FrozenTarget
 from dflash_lightning.training.log import memory_gib
 from dflash_lightning.types import StepContext, TrainBatch
 
@@ -140,7 +142,7 @@ def estimate(parts: Parts, *, done: int = 0) -> Estimate | None:
     tokens = data.rows_per_batch * (data.row_tokens if data.packing else data.max_length)
     short = _SHORT / max(1, (steps - done) * accumulate)
     with isolate_rng():
-        measured = _measure(parts, module, data.first_batches(_MOST), steps, short)
+        measured = _measure(parts, module, data, steps, short)
     return Estimate(
         documents=len(plan.documents),
         rows=plan.num_rows,
@@ -167,12 +169,13 @@ def _total_steps(max_epochs: int | None, max_steps: int, per_epoch: int) -> int:
     return min(bounds, default=0)
 
 
-def _measure(parts: Parts, module: DraftModule, batches: list[TrainBatch], steps: int, short: float) -> Measured:
+def _measure(parts: Parts, module: DraftModule, data: DraftData, steps: int, short: float) -> Measured:
     """Seconds by part; one micro-batch is enough where it is long, or where the run is ``short`` seconds of each."""
     device, begin, cpu = parts.trainer.strategy.root_device, time.monotonic(), time.process_time()
     times: list[tuple[float, float]] = []
-    for batch in batches:
-        times.append(_time_batch(parts, module, move_data_to_device(batch, device), steps))
+    target = with_products(module.target, data.feature_products)
+    for batch in data.first_batches(_MOST):
+        times.append(_time_batch(parts, module, target, move_data_to_device(batch, device), steps))
         on_cpu, last = device.type == "cpu", sum(times[-1])
         if time.monotonic() - begin > _BUDGET or (on_cpu and last < short):
             break
@@ -184,14 +187,16 @@ def _measure(parts: Parts, module: DraftModule, batches: list[TrainBatch], steps
     return Measured(features, drafter, optimizer, len(counted), busy=device.type == "cpu" and share < _BUSY)
 
 
-def _time_batch(parts: Parts, module: DraftModule, batch: TrainBatch, steps: int) -> tuple[float, float]:
+def _time_batch(
+    parts: Parts, module: DraftModule, target: FrozenTarget, batch: TrainBatch, steps: int
+) -> tuple[float, float]:
     """Seconds of the target's features, and of the drafter's forward and backward pass."""
     begin = _now(batch)
-    batch.features = module.target.features(batch.input_ids, batch.position_ids, module.required(), packed=batch.packed)
+    batch.features = target.features(batch.input_ids, batch.position_ids, module.required(), packed=batch.packed)
     middle = _now(batch)
     with parts.trainer.precision_plugin.train_step_context():
-        views, features = module.views(batch)
-        shares = module.loss_shares(batch, views, features, StepContext(0, steps, 0), batch.window_totals)
+        out, features = module.outputs(batch)
+        shares = module.loss_shares(batch, out, features, StepContext(0, steps, 0), batch.window_totals)
         loss = torch.stack([coef * share for coef, share in shares.values()]).sum()
     loss.backward()
     return middle - begin, _now(batch) - middle

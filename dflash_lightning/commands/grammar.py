@@ -172,7 +172,8 @@ one at a time, the three taking turns; the others in batches. The exit status is
     parser.add_argument(
         "--keep", action="store_true", help="print the report that is there if it is of this drafter and these settings"
     )
-    parser.set_defaults(temperature=0.0, top_k=None, top_p=None, seed=0, eager=False)
+    parser.add_argument("--eager", action="store_true", help="do not compile the draft step")
+    parser.set_defaults(temperature=0.0, top_k=None, top_p=None, seed=0)
 
 
 def _add_generate(commands: _Commands) -> None:

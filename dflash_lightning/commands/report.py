@@ -114,7 +114,7 @@ def _choose_prompts(args: argparse.Namespace, draft: FoundDraft) -> _Prompts:
 def _asked(args: argparse.Namespace, draft: FoundDraft, prompts: _Prompts) -> dict[str, Any]:
     """All that the figures depend on, but for what else the machine is doing."""
     weights = draft.source if draft.source.is_file() else draft.source / WEIGHTS_FILE
-    names = ("timed", "max_new_tokens", "batch_size", "target", "other_target", "device", "dtype")
+    names = ("timed", "max_new_tokens", "batch_size", "target", "other_target", "device", "dtype", "eager")
     return {
         "drafter_sha256": file_digest(weights) if weights.is_file() else None,
         "prompts_sha256": file_digest(find_file(prompts.path, setting=prompts.setting)),

@@ -16,6 +16,7 @@ from dflash_lightning.data.batch.exact_resume import ExactResume
 from dflash_lightning.data.batch.loader import PlanSampler, StatefulLoader
 from dflash_lightning.data.batch.packing import Planner, PlanSettings
 from dflash_lightning.data.features.cache import DTYPES, FeatureCache, make_in_memory
+from dflash_lightning.data.features.products import FeatureProducts, check_products, with_products
 from dflash_lightning.data.features.ranks import Ranks, make_on_disk
 from dflash_lightning.data.features.shards import FeatureShards
 from dflash_lightning.data.read.conversation import Supervise
@@ -55,6 +56,8 @@ class DraftData(LightningDataModule):
         cache_features: ``"ram"`` keeps the features of all documents in memory, ``"disk"`` in files that later runs and
             other ranks share; null computes them for every batch.
         cache_dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``; null keeps the target's dtype.
+        feature_products: what kept features are computed with: ``"bfloat16"``, ``"float32"``, null (as the target) or
+            ``"auto"``: the first where this CPU measures fast, else the second (see ``data.features.products``).
         features_folder: where ``"disk"`` keeps them, in a folder per data, target and layers; null is
             ``~/.cache/dflash_lightning/features``.
         limit: read only that many rows of every source that sets no limit itself.
@@ -84,6 +87,7 @@ class DraftData(LightningDataModule):
         chat_template_kwargs: Mapping[str, Any] | None = None,
         cache_features: Literal["ram", "disk"] | None = None,
         cache_dtype: Literal["float32", "bfloat16", "float16"] | None = None,
+        feature_products: FeatureProducts = None,
         features_folder: str | None = None,
         num_workers: int = 0,
         limit: int | None = None,
@@ -106,6 +110,7 @@ class DraftData(LightningDataModule):
         self.chat_template_kwargs = dict(chat_template_kwargs or {})
         self.cache_features = cache_features
         self.cache_dtype = target.dtype if cache_dtype is None else DTYPES[cache_dtype]
+        self.feature_products: FeatureProducts = feature_products
         self.features_folder = features_folder
         self.num_workers = num_workers
         self.strict = strict
@@ -133,6 +138,7 @@ class DraftData(LightningDataModule):
                 raise ValueError(f"data.{name}: {getattr(self, name)} is not a count. Use 1 or more.")
         if self.cache_features not in (None, "ram", "disk"):
             raise ValueError(f"data.cache_features: {self.cache_features!r} is unknown. Use 'ram', 'disk' or null.")
+        check_products(self.feature_products, kept=self.cache_features is not None)
         if self.features_folder is not None and self.cache_features != "disk":
             raise ValueError(
                 "data.features_folder: applies to features on disk only. Remove it, or set data.cache_features=disk."
@@ -304,7 +310,8 @@ class DraftData(LightningDataModule):
     def _make_cache(self, spec: FeatureSpec) -> FeatureCache:
         # Loaders are made (by ``estimated_stepping_batches`` in configure_optimizers) before the module's fit starts.
         target = self.target if self.trainer is None else self.target.to(self.trainer.strategy.root_device)
-        row_tokens = self.row_tokens if self.packing else None
+        target = with_products(target, self.feature_products)
+        row_tokens = self.row_tokens if self.packing and target is self.target else None
         store, dtype = self.documents, self.cache_dtype
         if self.cache_features == "ram":
             return make_in_memory(

@@ -8,7 +8,7 @@ from dflash_lightning.decoding.builder import BestChain, DraftBuilder, SampledCh
 from dflash_lightning.decoding.parts import check_strategies
 from dflash_lightning.decoding.policy import WidthPolicy
 from dflash_lightning.decoding.sampling import SamplingSpec
-from dflash_lightning.decoding.verifier import MatchVerifier, TokenVerifier, Verifier
+from dflash_lightning.decoding.verifier import MatchVerifier, RejectionVerifier, Verifier
 
 _AXES: dict[str, Any] = {"builder": DraftBuilder, "policy": WidthPolicy, "verifier": Verifier}
 
@@ -52,6 +52,6 @@ def choose_strategies(
         chance = not sampling.greedy if verifier is None else "delta" not in verifier.judges
         builder = SampledChain() if chance else BestChain()
     if verifier is None:
-        verifier = TokenVerifier() if builder.drawn == "sampled" else MatchVerifier()
+        verifier = RejectionVerifier() if builder.drawn == "sampled" else MatchVerifier()
     check_strategies(builder, verifier, policy)
     return builder, verifier

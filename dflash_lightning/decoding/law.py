@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 _NUCLEUS = 1024  # candidates among which a nucleus is looked for before the whole vocabulary is sorted
 
@@ -37,7 +38,24 @@ class Law:
         """The probability of every token."""
         if self.ids is None:
             return self.mass
-        return self.mass.new_zeros((*self.mass.shape[:-1], vocab_size)).scatter_(-1, self.ids, self.mass)
+        return self.mass.new_zeros((*self.mass.shape[:-1], vocab_size)).scatter_add_(-1, self.ids, self.mass)
+
+    @staticmethod
+    def joined(laws: Sequence[Law]) -> Law:
+        """Laws [B, n] one after another: [B, sum of n]. Narrower ones get further columns, of mass 0, for token 0."""
+        if all(law.ids is None for law in laws):
+            return Law(torch.cat([law.mass for law in laws], dim=1))
+        width = max(law.mass.shape[-1] for law in laws)
+        wider = [law.widened(width) for law in laws]
+        return Law(torch.cat([mass for mass, _ in wider], dim=1), torch.cat([ids for _, ids in wider], dim=1))
+
+    def widened(self, width: int) -> tuple[Float[Tensor, "*rows {width}"], Int[Tensor, "*rows {width}"]]:
+        """Mass and ids in ``width`` columns; those that are added have mass 0, and stand for token 0."""
+        ids = self.ids
+        if ids is None:
+            ids = torch.arange(self.mass.shape[-1], device=self.mass.device).expand(self.mass.shape)
+        pad = (0, width - self.mass.shape[-1])
+        return nn.functional.pad(self.mass, pad), nn.functional.pad(ids, pad)
 
 
 def first_argmax(scores: Float[Tensor, "*rows V"]) -> Int[Tensor, "*rows"]:

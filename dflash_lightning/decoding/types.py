@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dflash_lightning.decoding.law import Law
 from dflash_lightning.decoding.repetition import repeats_itself
+from dflash_lightning.ops.ancestry import ancestors_or_self
 from dflash_lightning.types import Scores
 
 __all__ = ["Draft", "Drawn", "Generation", "Round", "Scores", "Verdict"]
@@ -54,10 +55,7 @@ class Draft:
         """Number of edges between the root and each node."""
         if self.parents is None:
             return torch.arange(self.tokens.shape[1], device=self.tokens.device).expand_as(self.tokens)
-        depth = torch.zeros_like(self.parents)
-        for node in range(1, self.parents.shape[1]):  # parents precede children
-            depth[:, node] = depth.gather(1, self.parents[:, node, None])[:, 0] + 1
-        return depth
+        return ancestors_or_self(self.parents).sum(-1) - 1
 
     def cut(self, width: Int[Tensor, " B"]) -> Draft:
         """The same draft without its nodes deeper than ``width[b]``: they are no longer live."""
@@ -70,7 +68,7 @@ class Draft:
             return self
         law = self.law
         if law is not None and self.parents is None and self.law_row is None:
-            law = Law(law.mass[:, : num_nodes - 1], None if law.ids is None else law.ids[:, : num_nodes - 1])
+            law = law.at((slice(None), slice(num_nodes - 1)))
         return replace(
             self,
             tokens=self.tokens[:, :num_nodes],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from jaxtyping import Float, Int
@@ -11,21 +10,10 @@ from torch import Tensor, nn
 
 from dflash_lightning.component import Component
 from dflash_lightning.draft_config import DraftConfig
-from dflash_lightning.ops.lm_head import LanguageHead, View
+from dflash_lightning.ops.lm_head import HeadOutput, LanguageHead
 from dflash_lightning.types import LABEL_LAYOUTS, BlockLayout, FeatureSpec, LabelLayout, Scores
 
-
-@dataclass
-class HeadOutput:
-    """What a head says of the blocks of a training batch.
-
-    ``views`` are the distributions that losses may ask about, by name; ``"main"`` is the one that is decoded with.
-    ``signals`` are numbers per slot ``[B, N, K]`` or per block ``[B, N]`` that policies read when decoding. Each must
-    be trained by a loss term that reads it.
-    """
-
-    views: dict[str, View]
-    signals: dict[str, Tensor] = field(default_factory=dict)
+__all__ = ["DraftHead", "HeadOutput"]
 
 
 class DraftHead(Component, nn.Module, ABC, axis=True):
@@ -40,7 +28,7 @@ class DraftHead(Component, nn.Module, ABC, axis=True):
     """
 
     label_layouts: ClassVar[tuple[LabelLayout, ...]] = LABEL_LAYOUTS
-    signals: ClassVar[tuple[str, ...]] = ()
+    signals: tuple[str, ...] = ()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

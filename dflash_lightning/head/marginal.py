@@ -25,7 +25,7 @@ class MarginalHead(DraftHead):
         """Nothing to make: the head is the target's."""
 
     def outputs(self, hidden: Float[Tensor, "B N K H"], layout: BlockLayout, lm: LanguageHead) -> HeadOutput:
-        return HeadOutput({"main": View(hidden, layout.rows, lm)})
+        return HeadOutput({"main": View.of(hidden, layout.rows, lm)})
 
     def open(self, hidden: Float[Tensor, "B D H"], roots: Int[Tensor, " B"], lm: LanguageHead) -> Scores:
         return Scores(lm.logits(hidden), lm.ids)

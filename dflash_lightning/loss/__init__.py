@@ -2,5 +2,16 @@
 
 from dflash_lightning.loss.base import LossTerm
 from dflash_lightning.loss.cross_entropy import CrossEntropy
+from dflash_lightning.loss.divergence import Divergence, TotalVariation
+from dflash_lightning.loss.expected_length import BlockVerificationLoss, DPace
+from dflash_lightning.loss.slotwise import SlotwiseLoss
 
-__all__ = ["CrossEntropy", "LossTerm"]
+__all__ = [
+    "BlockVerificationLoss",
+    "CrossEntropy",
+    "DPace",
+    "Divergence",
+    "LossTerm",
+    "SlotwiseLoss",
+    "TotalVariation",
+]

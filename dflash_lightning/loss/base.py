@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import ClassVar
+from typing import Literal
 
 from jaxtyping import Float
 from torch import Tensor
 
 from dflash_lightning.component import Component
-from dflash_lightning.ops.lm_head import View
-from dflash_lightning.types import BlockLayout, FeatureSpec, SlotTotals, StepContext, TargetFeatures
+from dflash_lightning.ops.lm_head import HeadOutput, Teacher, View
+from dflash_lightning.types import BlockLayout, FeatureSpec, SlotTotals, StepContext
+
+Labels = Literal["data", "target", "samples"]
 
 
 class LossTerm(Component, ABC, axis=True):
@@ -20,13 +21,16 @@ class LossTerm(Component, ABC, axis=True):
     ``numerator`` is called once per micro-batch with gradients enabled, in or out of autocast. It returns a sum, never
     a mean, and ignores every slot that is not ``layout.valid``, whatever the view returns there. ``denominator`` is
     computed from counts over all ranks and the whole accumulation window, so the gradient does not depend on how a
-    batch is split.
+    batch is split. A denominator that depends on the forward pass is not possible.
 
-    ``needs_samples`` says that the term estimates an expectation over what the target *draws*. Greedy responses would
-    bias it without a sign, so they are refused.
+    ``labels`` says what a slot is taught: ``"data"`` the token of the training row, ``"target"`` what the target says
+    of it, whatever the row holds, ``"samples"`` the token of the row as a *draw* from the target's law at
+    ``temperature``. The last estimates an expectation, which other tokens (greedy ones, draws at another temperature or
+    cut by top-k or top-p) would bias without a sign, so data that is known to hold such tokens is refused.
     """
 
-    needs_samples: ClassVar[bool] = False
+    labels: Labels = "data"
+    temperature: float = 1.0
     coefficient: float
     view: str
 
@@ -35,15 +39,45 @@ class LossTerm(Component, ABC, axis=True):
         return self.coefficient
 
     def required(self) -> FeatureSpec:
-        """Target features the term reads."""
+        """Target features the term reads; ``last_hidden`` gives it a teacher."""
         return FeatureSpec()
 
     @abstractmethod
     def numerator(
-        self, views: Mapping[str, View], layout: BlockLayout, features: TargetFeatures, ctx: StepContext
+        self, out: HeadOutput, layout: BlockLayout, teacher: Teacher | None, ctx: StepContext
     ) -> Float[Tensor, ""]:
-        """The term's sum over the valid slots of this micro-batch."""
+        """The term's sum over the valid slots of this micro-batch; ``teacher`` is null unless ``required`` asks."""
 
     @abstractmethod
-    def denominator(self, totals: SlotTotals, layout_shift: int) -> Float[Tensor, ""]:
-        """What the sum is divided by; ``layout_shift`` is ``Alignment.shift`` (slot 0 predicts iff it is 1)."""
+    def denominator(self, totals: SlotTotals) -> Float[Tensor, ""]:
+        """What the sum is divided by."""
+
+    def view_of(self, out: HeadOutput) -> View:
+        """The view that the term scores.
+
+        Raises:
+            ValueError: the head has no view of that name.
+        """
+        if self.view not in out.views:
+            known = sorted(out.views)
+            raise ValueError(
+                f"loss.view: the head offers no view {self.view!r}. Use one of {known}, or a head that has it."
+            )
+        return out.views[self.view]
+
+
+def taught(teacher: Teacher | None) -> Teacher:
+    """The teacher of a term that asked for one."""
+    assert teacher is not None, "the term reads a teacher, so its required() must ask for last_hidden"
+    return teacher
+
+
+def check_temperature(temperature: float | int) -> float:
+    """Refuse a temperature at which a law has no gradient.
+
+    Raises:
+        ValueError: it is not positive and finite.
+    """
+    if not 0 < temperature < float("inf"):
+        raise ValueError(f"loss.temperature: {temperature} gives no law to compare. Use a positive number, e.g. 1.")
+    return float(temperature)

@@ -1,26 +1,25 @@
-"""Cross-entropy with the data's own tokens, weighted by how early in the block a slot stands."""
+"""Cross-entropy with one token per slot: the data's own, or the target's likeliest."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import ClassVar
+from typing import ClassVar, Literal
 
-import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
-from dflash_lightning.loss.base import LossTerm
-from dflash_lightning.ops.lm_head import LabelLogProb, View
-from dflash_lightning.schedule import decay_weights
-from dflash_lightning.types import BlockLayout, SlotTotals, StepContext, TargetFeatures
+from dflash_lightning.loss.base import taught
+from dflash_lightning.loss.slotwise import SlotwiseLoss
+from dflash_lightning.ops.lm_head import LabelLogProb, Teacher, View
+from dflash_lightning.types import BlockLayout, FeatureSpec
 
 
-class CrossEntropy(LossTerm):
+class CrossEntropy(SlotwiseLoss):
     """``sum(w_j * -log q(label)) / sum(w_j)`` over valid slots (DFlash, arXiv 2602.06036 sec. 4.2).
 
-    ``w_j = exp(-j / decay)`` where ``j`` counts the *predicting* slots of a block from 0, valid or not: the first draft
-    weighs 1 in both label layouts. A mistake there loses the whole block, one in the last slot a single token.
-    ``decay`` null weighs all alike; the paper uses 7, 5 and 4 for blocks of 16, 10 and 8.
+    ``labels: target`` teaches the token that the target itself finds likeliest after the row's tokens, which is what
+    greedy decoding accepts (a term of AdaFlash, arXiv 2607.19223). The row's own tokens then serve as context only.
+    Slots are counted by the row's labels in both cases: where a reduced draft vocabulary lacks the target's token, the
+    slot is counted and teaches nothing.
     """
 
     name: ClassVar[str] = "cross_entropy"
@@ -29,36 +28,19 @@ class CrossEntropy(LossTerm):
         self,
         *,
         decay: float | int | None = None,  # slots over which the weight falls to 1/e; null weighs all alike
+        labels: Literal["data", "target"] = "data",  # the row's own token, or the one that the target finds likeliest
         coefficient: float | int = 1.0,  # weight of the term in the sum
         view: str = "main",  # which of the head's distributions is scored
     ) -> None:
-        if decay is not None and not decay > 0:
-            raise ValueError(
-                f"loss.decay: {decay} does not decay. It is the number of slots over which the weight falls to 1/e: "
-                "use a positive number (DFlash: 7 for block size 16, 5 for 10, 4 for 8), or null for equal weights."
-            )
-        self.decay = None if decay is None else float(decay)
-        self.coefficient = float(coefficient)
-        self.view = view
+        super().__init__(decay=decay, coefficient=coefficient, view=view)
+        if labels not in ("data", "target"):
+            raise ValueError(f"loss.labels: {labels!r} is unknown. Use 'data' or 'target'.")
+        self.labels = labels
 
-    def numerator(
-        self, views: Mapping[str, View], layout: BlockLayout, features: TargetFeatures, ctx: StepContext
-    ) -> Float[Tensor, ""]:
-        if self.view not in views:
-            raise ValueError(
-                f"loss.view: the head offers no view {self.view!r}. Use one of {sorted(views)}, or a head that has it."
-            )
-        (log_prob,) = views[self.view].scalars(LabelLogProb(layout.labels))
-        weights = slot_weights(layout.predicts, self.decay)
-        # where, not a product: an invalid slot may hold NaN, and 0 * NaN is NaN.
-        return torch.where(layout.valid, -weights * log_prob, 0.0).sum()
+    def required(self) -> FeatureSpec:
+        return FeatureSpec(last_hidden=self.labels == "target")
 
-    def denominator(self, totals: SlotTotals, layout_shift: int) -> Float[Tensor, ""]:
-        counts = totals.valid[1 - layout_shift :]
-        return (counts * decay_weights(len(counts), self.decay, device=counts.device)).sum()
-
-
-def slot_weights(predicts: Bool[Tensor, "B N K"], decay: float | None) -> Float[Tensor, "B N K"]:
-    """``exp(-j / decay)`` at the ``j``-th predicting slot of every block; what stands at other slots means nothing."""
-    order = (predicts.cumsum(-1) - 1).clamp(min=0)
-    return decay_weights(predicts.shape[-1], decay, device=predicts.device)[order]
+    def per_slot(self, view: View, layout: BlockLayout, teacher: Teacher | None) -> Float[Tensor, "B N K"]:
+        labels = layout.labels if self.labels == "data" else taught(teacher).labels()
+        (log_prob,) = view.ask(LabelLogProb(labels))
+        return -log_prob

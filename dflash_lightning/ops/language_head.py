@@ -38,8 +38,15 @@ class LanguageHead:
 
     def logits(self, hidden: Float[Tensor, "*rows H"]) -> Float[Tensor, "*rows V"]:
         """Full logits, in the dtype of the weight (autocast's where it is on); for decoding and tests."""
-        product = torch.nn.functional.linear(hidden.to(self.weight.dtype), self.weight.detach(), self.bias)
-        return self.activate(product)
+        weight, bias = self.cast(self.product_dtype(hidden.device.type))
+        with torch.autocast(hidden.device.type, enabled=False):  # it would cast the weight at every call
+            return self.activate(torch.nn.functional.linear(hidden.to(weight.dtype), weight, bias))
+
+    def product_dtype(self, device: str) -> torch.dtype:
+        """What the product is made in: autocast's dtype where it is on (it leaves float64 alone), else the weight's."""
+        if torch.is_autocast_enabled(device) and self.weight.dtype != torch.float64:
+            return torch.get_autocast_dtype(device)
+        return self.weight.dtype
 
     def embed(self, tokens: Int[Tensor, "*rows"]) -> Float[Tensor, "*rows H"]:
         """Raw rows of the input embedding, without the factor that some families apply inside the model.

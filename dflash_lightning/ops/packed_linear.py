@@ -33,7 +33,8 @@ def can_pack(weight: Tensor) -> bool:
     return weight.dtype == torch.float32
 
 
-def _packed_product(weight: Float[Tensor, "O I"], bias: Float[Tensor, " O"] | None) -> Callable[[Tensor], Tensor]:
+def packed_product(weight: Float[Tensor, "O I"], bias: Float[Tensor, " O"] | None) -> Callable[[Tensor], Tensor]:
+    """``x @ weight.T + bias`` with the weight laid out now; only for weights that ``can_pack``."""
     if can_multiply(weight):
         return RowProduct(weight, bias)
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS_HINT)
@@ -52,7 +53,7 @@ class PackedGroup:
         biases = [linear.bias for linear in linears if linear.bias is not None]
         assert can_pack(weight) and len(biases) in (0, len(linears))
         self.sizes = [linear.out_features for linear in linears]
-        self.product = _packed_product(weight, torch.cat([bias.detach() for bias in biases]) if biases else None)
+        self.product = packed_product(weight, torch.cat([bias.detach() for bias in biases]) if biases else None)
         self.any_rows = isinstance(self.product, RowProduct)  # best for one row too
         self._input: Tensor | None = None
         self._parts: tuple[Tensor, ...] = ()

@@ -1,11 +1,15 @@
-"""Per-slot questions about draft distributions: each knows its value and its gradient from a chunk of logits."""
+"""Per-slot questions about draft distributions, answered from a chunk of logits: what they share, and the plain ones.
+
+Questions that compare the draft with the target are in ``ops.comparisons``.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
@@ -22,16 +26,21 @@ class Chunk:
     """Logits of a run of a view's rows, and what several requests share about them.
 
     ``rows`` are the flat slot indices (into B*N*K) of these logits; ``logits`` are fp32 (or wider), scaled and capped.
+    Nothing that a chunk hands out may be written to. Where the logits carry a gradient, so does all that is made of
+    them.
     """
 
     def __init__(self, logits: Float[Tensor, "r V"], rows: Int[Tensor, " r"], head: LanguageHead) -> None:
         self.logits = logits
         self.rows = rows
         self.head = head
-        self.last = False  # whether the request being answered is the last to want the probabilities
+        self._known: dict[Hashable, Any] = {}
 
     @cached_property
     def _normalised(self) -> tuple[Float[Tensor, "r V"], Float[Tensor, " r"]]:
+        if self.logits.requires_grad:  # autograd forbids the shorter way, which works in place
+            log_normaliser = self.logits.logsumexp(-1)
+            return (self.logits - log_normaliser[:, None]).clamp(min=LOG_FLOOR).exp(), log_normaliser
         top = self.logits.amax(-1, keepdim=True)
         probs = (self.logits - top).clamp_(min=LOG_FLOOR).exp_()
         total = probs.sum(-1, keepdim=True)
@@ -39,7 +48,7 @@ class Chunk:
 
     @property
     def probs(self) -> Float[Tensor, "r V"]:
-        """Softmax of the logits; shared, not to be written to."""
+        """Softmax of the logits."""
         return self._normalised[0]
 
     @property
@@ -47,64 +56,110 @@ class Chunk:
         """Log-sum-exp of the logits."""
         return self._normalised[1]
 
-    def take_probs(self) -> Float[Tensor, "r V"]:
-        """The probabilities in a buffer that the caller may overwrite."""
-        return self.probs if self.last else self.probs.clone()
+    def remember(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """What ``make`` returns, made once per chunk and ``key``."""
+        if key not in self._known:
+            self._known[key] = make()
+        return self._known[key]
+
+    def at(self, temperature: float) -> Chunk:
+        """The same rows with their logits divided by ``temperature``."""
+        if temperature == 1.0:
+            return self
+        return self.remember(("at", temperature), lambda: Chunk(self.logits / temperature, self.rows, self.head))
+
+    def pick(self, slots: Shaped[Tensor, "B N K *rest"]) -> Shaped[Tensor, r * rest]:
+        """The entries of a per-slot tensor at the rows of this chunk."""
+        return slots.flatten(0, 2)[self.rows]
 
 
 class Request(ABC):
-    """A per-slot question about the distributions of a view: one number per row.
+    """A per-slot question about the distributions of a view: one number per row, or ``width`` of them.
 
-    ``value`` answers it from a chunk of logits; a differentiable request also knows the ``gradient`` of its value with
-    respect to those logits. Rows it cannot answer (``answerable``) hold ``fill`` and pass no gradient, like slots that
-    are no rows of the view. Requests are compared by value, tensors by identity: equal ones are answered once per view.
+    ``value`` answers it from a chunk of logits in plain differentiable torch. That is enough: the chunk is then
+    computed a second time in the backward pass. A request that also overrides ``gradient`` has its gradient made in the
+    forward pass, which is cheaper, wherever the view allows it (see ``ops.lm_head.View``).
+
+    Rows that a request cannot answer (``answerable``) hold ``fill`` and pass no gradient, like slots that are no rows
+    of the view. Requests are compared by value, and tensors in them by identity: equal ones are answered once per view.
     """
 
     fill: ClassVar[float | int] = 0.0
     differentiable: ClassVar[bool] = True
 
     @abstractmethod
-    def value(self, chunk: Chunk) -> Shaped[Tensor, " r"]:
+    def value(self, chunk: Chunk) -> Shaped[Tensor, r * width]:
         """The answers, floating in the dtype of the logits or integer."""
 
-    def gradient(self, chunk: Chunk) -> Float[Tensor, "r V"]:
-        """d value / d logits, in a buffer that the caller may overwrite; called after every request's ``value``."""
+    def gradient(self, chunk: Chunk, out: Float[Tensor, "r V"]) -> None:
+        """Write d value / d logits into ``out``, a buffer of the request's own. Optional; for answers of width ()."""
         raise NotImplementedError
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether ``gradient`` is overridden."""
+        return type(self).gradient is not Request.gradient
+
+    @property
+    def width(self) -> tuple[int, ...]:
+        """Shape of the answer of one row; ``()`` is a single number."""
+        return ()
+
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        """Per-slot tensors ``[B, N, K]`` that the value depends on and that may carry a gradient."""
+        return ()
+
+    @property
+    def columns(self) -> int:
+        """Numbers per row, besides the view's logits, that exist while the request is answered: sets the chunk size."""
+        return 0
 
     def answerable(self, chunk: Chunk) -> Bool[Tensor, " r"] | None:
         """Rows that can be answered; ``None`` means all."""
         return None
 
+    def _key(self) -> tuple[Hashable, ...]:
+        values = [getattr(self, field.name) for field in fields(self)]  # type: ignore[arg-type]
+        return (type(self), *(id(value) if isinstance(value, Tensor) else value for value in values))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Request) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
 
 @dataclass(frozen=True, eq=False)
 class LabelLogProb(Request):
-    """Log-probability of each slot's label; 0 without gradient where a reduced head has no row for the label."""
+    """Log-probability (nats) of each slot's label: the data's own token, the target's likeliest, or any other id.
+
+    0 without gradient where a reduced head has no row for the label. ``temperature`` divides the logits first.
+    """
 
     labels: Int[Tensor, "B N K"]
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, LabelLogProb) and self.labels is other.labels
-
-    def __hash__(self) -> int:
-        return hash((LabelLogProb, id(self.labels)))
+    temperature: float = 1.0
 
     def _columns(self, chunk: Chunk) -> tuple[Int[Tensor, " r"], Bool[Tensor, " r"]]:
-        return chunk.head.columns(self.labels.flatten()[chunk.rows])
+        return chunk.head.columns(chunk.pick(self.labels))
 
     def value(self, chunk: Chunk) -> Float[Tensor, " r"]:
         columns, _ = self._columns(chunk)
+        chunk = chunk.at(self.temperature)
         return chunk.logits.gather(1, columns[:, None]).squeeze(1) - chunk.log_normaliser
 
-    def gradient(self, chunk: Chunk) -> Float[Tensor, "r V"]:
+    def gradient(self, chunk: Chunk, out: Float[Tensor, "r V"]) -> None:
         columns, _ = self._columns(chunk)
-        ones = torch.ones_like(chunk.log_normaliser)[:, None]
-        return chunk.take_probs().neg_().scatter_add_(1, columns[:, None], ones)
+        torch.neg(chunk.at(self.temperature).probs, out=out)
+        out.scatter_add_(1, columns[:, None], torch.ones_like(chunk.log_normaliser)[:, None])
+        if self.temperature != 1.0:
+            out.div_(self.temperature)
 
     def answerable(self, chunk: Chunk) -> Bool[Tensor, " r"] | None:
         return self._columns(chunk)[1]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Entropy(Request):
     """Entropy of each slot's distribution, in nats."""
 
@@ -112,12 +167,12 @@ class Entropy(Request):
         # linalg.vecdot needs no [r, V] product; the distance from the normaliser keeps large logits from cancelling.
         return -torch.linalg.vecdot(chunk.probs, chunk.logits - chunk.log_normaliser[:, None])
 
-    def gradient(self, chunk: Chunk) -> Float[Tensor, "r V"]:
-        surprise = (chunk.log_normaliser - self.value(chunk))[:, None] - chunk.logits
-        return surprise.mul_(chunk.probs)
+    def gradient(self, chunk: Chunk, out: Float[Tensor, "r V"]) -> None:
+        torch.sub((chunk.log_normaliser - self.value(chunk))[:, None], chunk.logits, out=out)
+        out.mul_(chunk.probs)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Argmax(Request):
     """Most probable token of each slot, as a token id of the target also under a reduced head; -1 outside the rows."""
 
@@ -125,5 +180,42 @@ class Argmax(Request):
     differentiable: ClassVar[bool] = False
 
     def value(self, chunk: Chunk) -> Int[Tensor, " r"]:
-        columns = chunk.logits.argmax(-1)
-        return columns if chunk.head.ids is None else chunk.head.ids[columns]
+        return _tokens(chunk, chunk.logits.argmax(-1))
+
+
+@dataclass(frozen=True, eq=False)
+class TopK(Request):
+    """The ``k`` most probable tokens of each slot, best first, as token ids of the target; -1 outside the rows."""
+
+    k: int
+    fill: ClassVar[int] = -1
+    differentiable: ClassVar[bool] = False
+
+    @property
+    def width(self) -> tuple[int, ...]:
+        return (self.k,)
+
+    def value(self, chunk: Chunk) -> Int[Tensor, "r k"]:
+        return _tokens(chunk, chunk.logits.topk(self.k, -1).indices)
+
+
+@dataclass(frozen=True, eq=False)
+class LogitAt(Request):
+    """Logits of the candidates ``ids`` of each slot; minus infinity where a reduced head has no row for a candidate."""
+
+    ids: Int[Tensor, "B N K c"]
+
+    @property
+    def width(self) -> tuple[int, ...]:
+        return (self.ids.shape[-1],)
+
+    def value(self, chunk: Chunk) -> Float[Tensor, "r c"]:
+        candidates = chunk.pick(self.ids)
+        columns, known = chunk.head.columns(candidates.flatten())
+        found = chunk.logits.gather(1, columns.view(candidates.shape))
+        return found.masked_fill(~known.view(candidates.shape), -torch.inf)
+
+
+def _tokens(chunk: Chunk, columns: Int[Tensor, r * k]) -> Int[Tensor, r * k]:
+    """Token ids of logit columns."""
+    return columns if chunk.head.ids is None else chunk.head.ids[columns]

@@ -58,6 +58,7 @@ class FrozenTarget:
         self.stop_ids = find_stop_ids(model.config, model.generation_config, tokenizer, name=name)
         self.facts = make_facts(model, tokenizer, name=name, revision=revision, stop_ids=self.stop_ids)
         self._limit = families.length_limit(model.config)
+        self.products = self.dtype  # what its linear layers multiply in; see ``with_products``
         self._trunks: dict[FeatureSpec, Trunk] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -286,7 +287,7 @@ class FrozenTarget:
     @property
     def tolerance(self) -> float:
         """Relative difference that rounding alone explains."""
-        return 1e-3 if self.dtype == torch.float32 else 1e-1
+        return 1e-3 if self.products == torch.float32 else 1e-1
 
     def run_intact_probe(self) -> Intact:
         """A few tokens through the model as it was loaded."""

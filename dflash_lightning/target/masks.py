@@ -7,6 +7,8 @@ trees, where a cache row is no position and siblings must not see each other.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
@@ -34,7 +36,7 @@ def packed_mask(config: PretrainedConfig, position_ids: Int[Tensor, "B S"], dtyp
     rows = torch.arange(position_ids.shape[1], device=position_ids.device)
     distance = rows[:, None] - rows[None, :]  # [S, S]
     visible = (document[:, :, None] == document[:, None, :]) & (distance >= 0)
-    return _arrange(config, visible, distance.expand_as(visible), position_ids, dtype)
+    return _arrange(config, visible, lambda: distance, position_ids, dtype)
 
 
 def ragged_mask(
@@ -43,7 +45,7 @@ def ragged_mask(
     """Query at position ``p`` sees cache rows ``0 .. p``: row ``j`` of the cache is position ``j`` of its sequence."""
     rows = torch.arange(num_rows, device=positions.device)
     distance = positions[:, :, None] - rows  # [B, W, num_rows]
-    return _arrange(config, distance >= 0, distance, positions, dtype)
+    return _arrange(config, distance >= 0, lambda: distance, positions, dtype)
 
 
 def tree_mask(
@@ -66,23 +68,27 @@ def tree_mask(
     node_rows = lengths[:, None] + rows[: positions.shape[1]]
     visible = (rows < lengths[:, None])[:, None, :].repeat(1, positions.shape[1], 1)
     visible.scatter_(2, node_rows[:, None, :].expand_as(lineage), lineage)
-    places = rows.repeat(len(lengths), 1).scatter_(1, node_rows, positions)  # the position of every cache row
-    return _arrange(config, visible, positions[:, :, None] - places[:, None, :], positions, dtype)
+
+    def distance() -> Int[Tensor, "B N J"]:
+        places = rows.repeat(len(lengths), 1).scatter_(1, node_rows, positions)  # where every cache row stands
+        return positions[:, :, None] - places[:, None, :]
+
+    return _arrange(config, visible, distance, positions, dtype)
 
 
 def _arrange(
     config: PretrainedConfig,
     visible: Bool[Tensor, "B Q J"],
-    distance: Int[Tensor, "B Q J"],
+    distance: Callable[[], Int[Tensor, "*B Q J"]],
     positions: Int[Tensor, "B Q"],
     dtype: torch.dtype,
 ) -> DecoderMask:
     """One mask, or one per layer kind where the family tells kinds apart.
 
-    ``distance`` says how many positions a key stands before a query, ``positions`` where the query stands. The rule is
-    that of transformers' ``create_masks_for_generate``: a dictionary exactly when the configuration has
-    ``layer_types``; otherwise one mask for all layers, sliding when the configuration names a window, else chunked
-    when it names a chunk.
+    ``distance`` says how many positions a key stands before a query; it is asked where a layer has a window or chunk.
+    ``positions`` says where a query stands. The rule is that of transformers' ``create_masks_for_generate``: a
+    dictionary exactly when the configuration has ``layer_types``. Otherwise it is one mask for all layers: sliding when
+    the configuration names a window, else chunked when it names a chunk.
     """
     window, chunk = sliding_window(config), chunk_size(config)
     kinds = setting(config, "layer_types")
@@ -90,9 +96,9 @@ def _arrange(
     def one(kind: str) -> Tensor:
         allowed = visible
         if kind == "sliding_attention" and window is not None:
-            allowed = visible & (distance < window)
+            allowed = visible & (distance() < window)
         elif kind == "chunked_attention" and chunk is not None:  # keys of the query's own chunk of positions
-            allowed = visible & (distance <= (positions % chunk)[:, :, None])
+            allowed = visible & (distance() <= (positions % chunk)[:, :, None])
         return _as_attention_takes_it(config, allowed[:, None], dtype)
 
     if kinds is None:

@@ -81,7 +81,7 @@ class StepLog:
     @torch.no_grad()
     def count_correct(self, view: View, layout: BlockLayout) -> None:
         """Count right guesses by slot; for steps that are written."""
-        (guess,) = view.scalars(Argmax())
+        (guess,) = view.ask(Argmax())
         self.add("correct", ((guess == layout.labels) & layout.scored).sum((0, 1)).float())
         self.add("scored", layout.scored.sum((0, 1)).float())
 

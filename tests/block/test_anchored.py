@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dflash_lightning.block import Anchored, check_layout
+from dflash_lightning.block import Anchored, check_anchored
 from dflash_lightning.block.anchored import draw_sorted
 from dflash_lightning.schedule import decay_weights
 from dflash_lightning.types import Alignment, BlockLayout, Document, LabelLayout
@@ -199,13 +199,13 @@ def test_an_off_by_one_layout_is_refused(label_layout: LabelLayout, name: str, w
     layout = make_blocks(document, label_layout=label_layout)
     setattr(layout, name, getattr(layout, name) + 1)
     with pytest.raises(AssertionError, match=words):
-        check_layout(layout, document.input_ids[None], Alignment(4, MASK, label_layout))
+        check_anchored(layout, document.input_ids[None], Alignment(4, MASK, label_layout))
 
 
 def test_a_layout_is_refused_under_the_other_label_layout() -> None:
     document = make_document([1] * 12)
     with pytest.raises(AssertionError):
-        check_layout(make_blocks(document), document.input_ids[None], Alignment(4, MASK, "anchor_first"))
+        check_anchored(make_blocks(document), document.input_ids[None], Alignment(4, MASK, "anchor_first"))
 
 
 def test_settings_make_an_equal_component() -> None:

@@ -86,7 +86,6 @@ def test_a_batch_without_documents_is_all_padding(rows: list[list[tuple[int, Blo
     merged = merge_layouts(rows, num_blocks=8, alignment=Alignment(4, MASK))
     assert merged.input_ids.shape == (len(rows), 8, 4) and (merged.input_ids == MASK).all()
     assert not merged.keep.any() and len(merged.rows) == 0
-    assert count_slots(merged).pack().abs().max() == 0
 
 
 def test_documents_without_blocks_take_no_room() -> None:
@@ -96,7 +95,7 @@ def test_documents_without_blocks_take_no_room() -> None:
     full = block.blocks(make_document(20, 1, holes=False), alignment, seed=0, epoch=0)
     merged = merge_layouts([[(0, empty), (3, full)]], num_blocks=5, alignment=alignment)
     assert merged.keep.all() and torch.equal(merged.anchors, full.anchors + 3)
-    assert count_slots(merged).documents == 1
+    assert [count_slots(part).documents.item() for part in (empty, full)] == [0, 1]
 
 
 def test_streams_are_carried_along() -> None:
@@ -119,37 +118,57 @@ def test_what_cannot_be_merged_is_refused() -> None:
 
 
 def count_slowly(layout: BlockLayout) -> SlotTotals:
-    """One slot at a time."""
+    """One slot of one document at a time."""
     size = layout.valid.shape[2]
-    totals, documents = SlotTotals.zeros(size), set()
-    for b in range(layout.valid.shape[0]):
-        for n in range(layout.valid.shape[1]):
-            valid, predicts = layout.valid[b, n].tolist(), layout.predicts[b, n].tolist()
-            unbroken = True
-            for k in range(size):
-                unbroken &= valid[k] or not predicts[k]
-                totals.valid[k] += valid[k]
-                totals.prefix_valid[k] += valid[k] and unbroken
-            if any(valid):
-                totals.blocks += 1
-                documents.add((b, int(layout.context_start[b, n])))
-    totals.documents += len(documents)
+    totals = SlotTotals.zeros(size)
+    for n in range(layout.valid.shape[1]):
+        order, unbroken = 0, True
+        for k in range(size):
+            if layout.predicts[0, n, k]:
+                unbroken &= bool(layout.valid[0, n, k])
+                totals.valid[order] += layout.valid[0, n, k]
+                totals.prefix_valid[order] += layout.valid[0, n, k] and unbroken
+                order += 1
+        totals.blocks += layout.valid[0, n].any()
+    totals.documents += layout.valid.any()
     return totals
 
 
 @pytest.mark.parametrize("label_layout", ["same_position", "anchor_first"])
-def test_counts_equal_a_loop_and_the_sum_of_the_documents_counts(label_layout: LabelLayout) -> None:
+def test_counts_equal_a_loop_over_the_slots_of_every_document(label_layout: LabelLayout) -> None:
     merged, parts, _ = make_batch([[12, 9, 20], [15], []], num_blocks=20, label_layout=label_layout)
-    totals = count_slots(merged)
-    assert torch.equal(totals.pack(), count_slowly(merged).pack())
-    summed = SlotTotals.zeros(4)
-    for row in parts:
-        for part in row:
-            summed = summed + count_slots(part)
-    assert torch.equal(totals.pack(), summed.pack())
-    first = Alignment(4, MASK, label_layout).first_slot
-    assert (totals.valid[first:] > 0).all() and (totals.valid[:first] == 0).all()
+    alignment, totals = Alignment(4, MASK, label_layout), SlotTotals.zeros(4)
+    for part in (part for row in parts for part in row):
+        counted, size = count_slots(part), alignment.num_drafts
+        assert torch.equal(counted.pack(), count_slowly(part).pack())
+        assert torch.equal(count_slots(part, size).valid, counted.valid[:size]) and not counted.valid[size:].any()
+        totals = totals + counted
+    assert totals.valid.sum() == merged.valid.sum() and totals.blocks == merged.valid.any(-1).sum()
     assert totals.documents == 4 and totals.prefix_valid.sum() < totals.valid.sum()
+
+
+def test_l4_slots_are_counted_by_their_order_among_predicting_ones() -> None:
+    """Blocks of which any slots predict: the weight of the loss and its count then mean the same slot."""
+    _, parts, _ = make_batch([[20]], num_blocks=5)
+    layout = parts[0][0]
+    patterns = torch.tensor([[1, 1, 0, 1], [0, 0, 1, 1], [1, 0, 0, 0], [0, 1, 1, 0], [0, 0, 0, 0]])
+    layout.predicts = patterns.bool()[None, : layout.predicts.shape[1]]
+    layout.scored = layout.valid = layout.predicts
+    totals = count_slots(layout)
+    assert totals.valid.tolist() == [4, 3, 1, 0] == totals.prefix_valid.tolist()
+    assert torch.equal(totals.pack(), count_slowly(layout).pack())
+    with pytest.raises(AssertionError, match="more than 2 predicting slots"):
+        count_slots(layout, 2)
+
+
+def test_l5_a_document_is_counted_once_wherever_the_context_of_its_blocks_starts() -> None:
+    """Blocks that see a window of the context only are still one document's."""
+    _, parts, _ = make_batch([[20]], num_blocks=5)
+    layout = parts[0][0]
+    before = count_slots(layout)
+    layout.context_start = (layout.context_end - 2).clamp(min=0)
+    assert len(layout.context_start.unique()) > 2
+    assert count_slots(layout).documents == before.documents == 1
 
 
 def test_a_block_counts_only_with_a_valid_slot() -> None:
@@ -174,7 +193,8 @@ def _calls_of_laying_out(length: int, num_anchors: int) -> int:
     def lay_out(epoch: int) -> None:
         layout = block.blocks(document, alignment, seed=0, epoch=epoch)
         assert layout.anchors.shape[1] == num_anchors
-        count_slots(merge_layouts([[(0, layout)]], num_blocks=num_anchors, alignment=alignment))
+        merge_layouts([[(0, layout)]], num_blocks=num_anchors, alignment=alignment)
+        count_slots(layout)
 
     lay_out(0)  # what is remembered by shape is remembered now
     calls = 0

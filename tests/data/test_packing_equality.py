@@ -62,8 +62,8 @@ def losses(target: FrozenTarget, draft: DraftModel, batch: TrainBatch) -> dict[i
             mine[row] = layout.keep[row] & (layout.context_start[row] == start)
             kept = layout.valid
             layout.valid = kept & mine[..., None]
-            views = draft.outputs(hidden, layout, lm).views
-            found[sample] = float(term.numerator(views, layout, batch.features, StepContext(0, 1, 0)))
+            out = draft.outputs(hidden, layout, lm)
+            found[sample] = float(term.numerator(out, layout, None, StepContext(0, 1, 0)))
             layout.valid = kept
     return found
 

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 from lightning.pytorch import Trainer
@@ -11,10 +11,10 @@ from lightning.pytorch import Trainer
 from dflash_lightning.block import Anchored
 from dflash_lightning.conditioning import KVInjection
 from dflash_lightning.data import DraftData
-from dflash_lightning.data.read.provenance import Labels, joint_provenance, read_provenance
+from dflash_lightning.data.read.provenance import Draws, Labels, joint_provenance, read_provenance
 from dflash_lightning.drafter import BlockTransformer
 from dflash_lightning.head import MarginalHead
-from dflash_lightning.loss import CrossEntropy
+from dflash_lightning.loss import BlockVerificationLoss, CrossEntropy
 from dflash_lightning.module import DraftModule, OptimSettings
 from dflash_lightning.regenerate.regenerate import regenerate
 from dflash_lightning.target import FrozenTarget
@@ -34,9 +34,16 @@ def answers(target: FrozenTarget, tmp_path_factory: pytest.TempPathFactory) -> d
     settings: dict[str, Any] = {"batch_size": 4, "max_new_tokens": 12, "progress": False}
     greedy = regenerate(prompts, target, folder / "greedy.jsonl", **settings).out
     sampled = regenerate(prompts, target, folder / "sampled.jsonl", temperature=1.0, **settings).out
-    lost = folder / "lost.jsonl"
-    lost.write_bytes(sampled.read_bytes())
-    return {"greedy": greedy, "sampled": sampled, "unknown": lost}
+    made = {"greedy": greedy, "sampled": sampled, "unknown": folder / "lost.jsonl"}
+    made["unknown"].write_bytes(sampled.read_bytes())
+    meta = json.loads(Path(f"{sampled}.meta.json").read_text())
+    for name, law in {"cooler": {"temperature": 0.7}, "cut": {"top_p": 0.95}, "few": {"top_k": 20}}.items():
+        made[name] = folder / f"{name}.jsonl"  # the same answers; how they say they were drawn is what is tested
+        made[name].write_bytes(sampled.read_bytes())
+        told = {**meta["made_with"]["sampling"], **law}
+        sidecar = {**meta, "made_with": {**meta["made_with"], "sampling": told}}
+        Path(f"{made[name]}.meta.json").write_text(json.dumps(sidecar))
+    return made
 
 
 def data(target: FrozenTarget, *files: Path, **settings: Any) -> DraftData:
@@ -64,15 +71,8 @@ def test_data_says_how_its_answers_were_drawn(
     assert (f"({labels} labels)" in capsys.readouterr().out) == (labels != "unknown")
 
 
-class FromSamples(CrossEntropy):
-    """A loss that would be wrong on greedy responses."""
-
-    name: ClassVar[str] = "from_samples"
-    needs_samples: ClassVar[bool] = True
-
-
-def fit(target: FrozenTarget, file: Path, loss: Mapping[str, Any]) -> None:
-    module = DraftModule(
+def make_module(target: FrozenTarget, loss: Mapping[str, Any]) -> DraftModule:
+    return DraftModule(
         target,
         block=Anchored(block_size=4, num_anchors=4),
         conditioning=KVInjection(target_layer_ids=[0, 2]),
@@ -81,6 +81,10 @@ def fit(target: FrozenTarget, file: Path, loss: Mapping[str, Any]) -> None:
         loss=loss,
         optim=OptimSettings(lr=1e-2, warmup_steps=0),
     )
+
+
+def fit(target: FrozenTarget, file: Path, loss: Mapping[str, Any]) -> None:
+    module = make_module(target, loss)
     trainer = Trainer(
         accelerator="cpu", max_steps=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, num_sanity_val_steps=0,
@@ -89,19 +93,42 @@ def fit(target: FrozenTarget, file: Path, loss: Mapping[str, Any]) -> None:
     assert module.changed_parameters()
 
 
-def test_a_loss_that_needs_samples_refuses_greedy_answers(target: FrozenTarget, answers: dict[str, Path]) -> None:
-    fit(target, answers["greedy"], {"plain": CrossEntropy()})
-    with pytest.raises(ValueError, match=r"loss\.second: needs responses drawn .*Regenerate them at temperature 1"):
-        fit(target, answers["greedy"], {"plain": CrossEntropy(), "second": FromSamples()})
+@pytest.mark.parametrize(
+    ("files", "temperature", "held"),
+    [
+        (["greedy"], 1.0, "greedy ones"),
+        (["sampled", "greedy"], 1.0, "greedy ones"),
+        (["cooler"], 1.0, r"ones drawn at temperature 0\.7"),
+        (["sampled"], 0.7, "ones drawn at temperature 1"),
+        (["cut"], 1.0, r"ones drawn at temperature 1, top_p 0\.95"),
+        (["unknown", "few"], 1.0, "ones drawn at temperature 1, top_k 20"),
+    ],
+)
+def test_l9_a_loss_on_samples_refuses_all_but_draws_from_the_whole_law_at_its_temperature(
+    target: FrozenTarget, answers: dict[str, Path], files: list[str], temperature: float, held: str
+) -> None:
+    """The plain term beside it takes them all; the message says what is held and how to draw what is needed."""
+    train = data(target, *(answers[name] for name in files))
+    module = make_module(target, {"plain": CrossEntropy(), "bv": BlockVerificationLoss(temperature=temperature)})
+    words = rf"loss\.bv: needs .* temperature {temperature:g}, but data\.train holds {held} .*Regenerate them at temp"
+    with pytest.raises(ValueError, match=words):
+        module.prepare(train)
+    make_module(target, {"plain": CrossEntropy()}).prepare(train)
 
 
-def test_a_loss_that_needs_samples_takes_them_and_warns_where_nobody_knows(
+def test_a_loss_on_samples_takes_draws_at_its_temperature_and_warns_where_nobody_knows(
     target: FrozenTarget, answers: dict[str, Path], recwarn: pytest.WarningsRecorder
 ) -> None:
-    fit(target, answers["sampled"], {"only": FromSamples()})
+    fit(target, answers["sampled"], {"only": BlockVerificationLoss()})
+    make_module(target, {"only": BlockVerificationLoss(temperature=0.7)}).prepare(data(target, answers["cooler"]))
     assert not [warning for warning in recwarn if "drawn from the target" in str(warning.message)]
     with pytest.warns(UserWarning, match="nothing says how those in data.train were made"):
-        fit(target, answers["unknown"], {"only": FromSamples()})
+        make_module(target, {"only": BlockVerificationLoss()}).prepare(data(target, answers["unknown"]))
+
+
+def test_draws_say_whether_they_are_of_a_whole_law() -> None:
+    assert Draws(1.0).are_samples(1.0) and Draws(0.7, None, 1.0).are_samples(0.7)
+    assert not Draws(0.0).are_samples(0.0), "greedy answers are draws at no temperature"
 
 
 def test_answers_of_another_target_or_another_rendering_are_warned_of(

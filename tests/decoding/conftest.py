@@ -187,7 +187,7 @@ def overfit(
     for _ in range(steps):
         for layout, features, positions in batches:
             hidden = draft.block_hidden(target.embed(layout.input_ids), layout, features, positions)
-            (log_prob,) = draft.outputs(hidden, layout, lm).views["main"].scalars(LabelLogProb(layout.labels))
+            (log_prob,) = draft.outputs(hidden, layout, lm).views["main"].ask(LabelLogProb(layout.labels))
             loss = -torch.where(layout.valid, log_prob, 0.0).sum() / layout.valid.sum()
             optimizer.zero_grad()
             loss.backward()

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dflash_lightning.decoding.builder import DraftBuilder
 from dflash_lightning.decoding.law import Law
+from dflash_lightning.decoding.noise import Noise
 from dflash_lightning.decoding.policy import WidthPolicy
 from dflash_lightning.decoding.sampling import Sampler, SamplingSpec
 from dflash_lightning.decoding.types import Draft, Round, Scores
@@ -32,11 +33,20 @@ class Fork(Exception):
         self.mass, self.values = mass, values
 
 
+class Silence(Noise):
+    """No noise: whoever asks for it goes past the sampler, and would not be enumerated."""
+
+    def uniform(self, *args: object) -> Tensor:
+        raise AssertionError("chance is asked of the sampler")
+
+    exponential = uniform
+
+
 class ScriptedSampler(Sampler):
-    """A sampler whose answers are known up to a point; it has no noise of its own."""
+    """A sampler whose answers are known up to a point."""
 
     def __init__(self, spec: SamplingSpec, script: list[Tensor]) -> None:
-        super().__init__(spec, None)
+        super().__init__(spec, Silence(0))
         self.script = iter(script)
 
     def draw(self, law: Law, stream: int, requests: Tensor, where: Tensor) -> Tensor:
@@ -221,7 +231,7 @@ def p2(length: int = 4) -> Table:
     return Table(lambda text: P2_ALWAYS, 2, length)
 
 
-def long_memory(length: int = 4, seed: int = 0) -> Table:
+def long_memory(length: int = 4, seed: int = 0, scale: float = 2.0) -> Table:
     """A target whose law depends on every token before."""
     generator = torch.Generator().manual_seed(seed)
-    return Table(lambda text: (2 * torch.randn(3, generator=generator)).softmax(-1).tolist(), 3, length)
+    return Table(lambda text: (scale * torch.randn(3, generator=generator)).softmax(-1).tolist(), 3, length)

@@ -65,7 +65,8 @@ def test_single_drafts_give_the_worked_numbers(enumeration, drafts, reach, stop)
         torch.testing.assert_close(chances, torch.tensor([stop]), atol=1e-6, rtol=1e-6)
     else:
         assert float(chances[0, -1]) == 1.0  # all stand, although one by one the second would only in half the cases
-    held = [Law(law.mass.gather(-1, ids), ids) for ids in [law.mass.argsort(-1, descending=True)]][0]
+    order = law.mass.argsort(-1, descending=True)
+    held = Law(law.mass.gather(-1, order), order)  # the same law, held by its possible tokens
     torch.testing.assert_close(block.stop_chances(draft, held, target, found, 3), chances)
 
 
@@ -85,7 +86,9 @@ def test_after_a_stop_the_weight_of_the_prefix_counts(enumeration) -> None:
     torch.testing.assert_close(verdict.law.dense(3), torch.tensor([[7 / 11, 4 / 11, 0.0]]))
 
 
-@pytest.mark.parametrize(("mutant", "gap"), [("residual", 1 / 250), ("first failure", 3 / 14), ("late clip", 63 / 1000)])
+@pytest.mark.parametrize(
+    ("mutant", "gap"), [("residual", 1 / 250), ("first failure", 3 / 14), ("late clip", 63 / 1000)]
+)
 def test_the_known_mistakes_are_detected_and_cost_what_they_should(enumeration, monkeypatch, mutant, gap) -> None:
     """Distance of the law of four tokens from the target's, case E3."""
     parts = play(enumeration, "E3", 3, BlockVerifier())

@@ -15,7 +15,9 @@ ROUND = Round(torch.arange(4), torch.zeros(4, dtype=torch.long), 0)
 
 
 def draft_with(signal: torch.Tensor) -> Draft:
-    return Draft(torch.zeros(len(signal), signal.shape[1] + 1, dtype=torch.long), "delta", signals={"confidence": signal})
+    return Draft(
+        torch.zeros(len(signal), signal.shape[1] + 1, dtype=torch.long), "delta", signals={"confidence": signal}
+    )
 
 
 @pytest.mark.parametrize(
@@ -61,9 +63,7 @@ def test_a_width_that_cuts_nothing_changes_nothing(verifier) -> None:
     cut = verifier().verify(draft.cut(width), logits, where, sampler)
     assert (cut.accepted <= width).all() and (cut.accepted == width).sum() > n / 10
     for w in range(1, 5):
-        short = SampledChain().build(
-            torch.zeros(n, dtype=torch.long), Scores(scores.logits[:, :w]), where, sampler
-        )
+        short = SampledChain().build(torch.zeros(n, dtype=torch.long), Scores(scores.logits[:, :w]), where, sampler)
         alone = verifier().verify(short, logits[:, : w + 1], where, sampler)
         rows = width == w
         assert torch.equal(cut.accepted[rows], alone.accepted[rows])

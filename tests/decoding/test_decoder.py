@@ -12,7 +12,7 @@ from dflash_lightning.decoding.loop import decode_batch
 from dflash_lightning.decoding.noise import Noise
 from dflash_lightning.decoding.parts import DecodeParts
 from dflash_lightning.decoding.sampling import Sampler
-from dflash_lightning.decoding.verifier import MatchVerifier, TokenVerifier
+from dflash_lightning.decoding.verifier import MatchVerifier, RejectionVerifier
 from dflash_lightning.target import TargetAdapter
 from dflash_lightning.types import FeatureSpec
 
@@ -159,7 +159,7 @@ def test_reduced_draft_vocabulary_proposes_its_own_tokens(
     vocabulary = sorted({token for text in expected for token in text} - {expected[0][11]})
     draft = make_draft(target, draft_vocab=vocabulary)
     overfit_draft(target, draft, list(zip(PROMPTS[:2], expected, strict=True)), steps=40)
-    for verifier in (None, TokenVerifier()):
+    for verifier in (None, RejectionVerifier()):
         decoder = _decoder(target, draft, batch_size=2, verifier=verifier)
         result = decoder.decode(PROMPTS[:2], max_new_tokens=MAX_NEW, stop_ids=())
         assert [g.output_ids for g in result.generations] == expected
@@ -278,11 +278,11 @@ def test_limits_are_checked_before_anything_is_decoded(make_target, make_draft) 
     ("temperature", "given", "expected"),
     [
         (0.0, {}, (BestChain, MatchVerifier)),
-        (0.5, {}, (SampledChain, TokenVerifier)),
+        (0.5, {}, (SampledChain, RejectionVerifier)),
         (0.5, {"verifier": MatchVerifier()}, (BestChain, MatchVerifier)),
-        (0.0, {"verifier": TokenVerifier()}, (SampledChain, TokenVerifier)),
+        (0.0, {"verifier": RejectionVerifier()}, (SampledChain, RejectionVerifier)),
         (0.5, {"builder": BestChain()}, (BestChain, MatchVerifier)),
-        (0.0, {"builder": SampledChain()}, (SampledChain, TokenVerifier)),
+        (0.0, {"builder": SampledChain()}, (SampledChain, RejectionVerifier)),
         (0.0, {"builder": SampledChain(), "verifier": MatchVerifier()}, (SampledChain, MatchVerifier)),
     ],
 )
@@ -297,7 +297,7 @@ def test_names_of_parts_are_known_or_refused() -> None:
     with pytest.raises(ValueError, match=r"decoding.verifier: 'blok' is no verifier. Use null .*'match'"):
         named_part("verifier", "blok")
     with pytest.raises(ValueError, match=r"decoding.verifier: RejectionVerifier judges \['sampled'\] drafts"):
-        choose_strategies(BestChain(), None, TokenVerifier(), SamplingSpec())
+        choose_strategies(BestChain(), None, RejectionVerifier(), SamplingSpec())
 
 
 def test_a_block_longer_than_a_chunk_of_the_prompt_fits_the_buffers(make_target, make_draft, plain_generate) -> None:

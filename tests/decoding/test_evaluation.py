@@ -14,7 +14,7 @@ from dflash_lightning.decoding.evaluation import Evaluator
 from dflash_lightning.decoding.interval import difference_interval, pooled_tau, tau_interval
 from dflash_lightning.decoding.stats import DecodeStats
 from dflash_lightning.decoding.types import Generation
-from dflash_lightning.decoding.verifier import MatchVerifier, TokenVerifier
+from dflash_lightning.decoding.verifier import MatchVerifier, RejectionVerifier
 from dflash_lightning.decoding.watch import Watch
 from dflash_lightning.progress import Progress
 from dflash_lightning.target import FrozenTarget
@@ -154,7 +154,7 @@ def test_settings_that_cannot_decode_are_refused_when_they_are_made(settings, me
 
 
 def test_parts_without_settings_are_written_by_their_name() -> None:
-    assert isinstance(DecodingSettings(verifier="token").verifier, TokenVerifier)
+    assert isinstance(DecodingSettings(verifier="token").verifier, RejectionVerifier)
     assert DecodingSettings(temperature=1.0, verifier="match").summary()["verifier"] == {
         "_target_": "dflash_lightning.decoding.verifier.match.MatchVerifier"
     }
@@ -254,7 +254,7 @@ def test_a_speed_is_of_two_times_taken_in_turns(make_target, make_draft, monkeyp
     heard.clear()
     again = evaluator()  # the third prompt's plain answer is kept
     assert heard == [("drafted", 0), ("plain", 0), ("drafted", 1), ("plain", 1), ("drafted", 2)]
-    assert (first.num_checked, again.num_checked) == (3, 3) and first.lossless and again.lossless
+    assert (first.stats.compared, again.stats.compared) == (3, 3) and first.lossless and again.lossless
     assert again.checked.requests == again.plain.requests == 2 and again.stats.requests == 3
     assert again.outputs == first.outputs
 

@@ -16,7 +16,7 @@ from dflash_lightning.decoding.policy import WidthPolicy
 from dflash_lightning.decoding.sampling import Sampler, SamplingSpec
 from dflash_lightning.decoding.stats import DecodeStats
 from dflash_lightning.decoding.types import Draft, Round
-from dflash_lightning.decoding.verifier import MatchVerifier, TokenVerifier
+from dflash_lightning.decoding.verifier import MatchVerifier, RejectionVerifier
 
 FIRST, AFTER = (0.5, 0.3, 0.2), ((0.1, 0.6, 0.3), (0.5, 0.4, 0.1), (0.2, 0.2, 0.6))
 DRAFT = ((0.4, 0.4, 0.2), (0.2, 0.2, 0.6))
@@ -84,7 +84,7 @@ def enumerate_law(policy: WidthPolicy) -> dict[tuple[int, ...], float]:
         live = draft.tokens.shape[1] - 1 if draft.live is None else int(draft.live[0, 1:].sum())
         for stop in range(live + 1):
             sampler = Sampler(SamplingSpec(temperature=1.0), Forced(stop))
-            verdict = TokenVerifier().verify(draft, logits, where, sampler)
+            verdict = RejectionVerifier().verify(draft, logits, where, sampler)
             if int(verdict.accepted) != stop:
                 continue
             accept = verdict.acceptance[0].double()

@@ -14,13 +14,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from dflash_lightning.decoding.builder import BestFirstTree, SampledChain, SampledTree
+from dflash_lightning.decoding.builder import BestChain, BestFirstTree, SampledChain, SampledTree
 from dflash_lightning.decoding.builder.shape import Shape
 from dflash_lightning.decoding.law import Law
 from dflash_lightning.decoding.noise import Noise, Stream
 from dflash_lightning.decoding.policy import ConfidencePolicy, WidthPolicy
 from dflash_lightning.decoding.sampling import Sampler, SamplingSpec
-from dflash_lightning.decoding.types import Draft, Round
+from dflash_lightning.decoding.types import Draft, Round, Scores
 from dflash_lightning.decoding.verifier import BlockVerifier, MatchVerifier, RejectionVerifier, rejection
 
 # Probabilities of two drafters that know little of the targets.
@@ -146,7 +146,8 @@ def turned(draft: Draft) -> Draft:
     """The first two siblings change places, the likelier one to the front, as if the order of draws did not matter."""
     first, second = draft.tokens[:, 1], draft.tokens[:, 2]
     each = torch.arange(len(first))
-    swap = draft.law.mass[each, 0, second] > draft.law.mass[each, 0, first]
+    gain = draft.law.mass[each, 0, second] - draft.law.mass[each, 0, first]
+    swap = (gain > 0) | ((gain == 0) & (second < first))
     tokens = draft.tokens.clone()
     tokens[:, 1], tokens[:, 2] = torch.where(swap, second, first), torch.where(swap, first, second)
     return replace(draft, tokens=tokens)
@@ -159,13 +160,17 @@ def thinned(draft: Draft) -> Draft:
     return replace(draft, live=live)
 
 
-def crowded(draft: Draft, target) -> Tensor:
+def crowded(enumeration: ModuleType) -> Callable[[Draft, object], Tensor]:
     """Laws at nodes that see an older sibling in their context: it stands in the place of their own token."""
-    seen = draft.tokens.clone()
-    for k in range(2, seen.shape[1]):
-        older = (draft.parents[:, k - 1] == draft.parents[:, k])
-        seen[:, k] = torch.where(older, draft.tokens[:, k - 1], seen[:, k])
-    return target(_texts(replace(draft, tokens=seen)))
+
+    def look(draft: Draft, target: Callable[[Tensor], Tensor]) -> Tensor:
+        seen = draft.tokens.clone()
+        for k in range(2, seen.shape[1]):
+            older = draft.parents[:, k - 1] == draft.parents[:, k]
+            seen[:, k] = torch.where(older, draft.tokens[:, k - 1], seen[:, k])
+        return target(enumeration.node_texts(replace(draft, tokens=seen)))
+
+    return look
 
 
 def unscaled(target: Law, law: Tensor) -> Law:
@@ -174,7 +179,7 @@ def unscaled(target: Law, law: Tensor) -> Law:
     return Law(torch.where(rest.sum(-1, keepdim=True) > 0.0, rest, target.mass), target.ids)
 
 
-MISTAKES = {
+MISTAKES: dict[str, dict] = {
     "wrong row of q": {"change": wrong_row},
     "siblings in another order": {"change": turned},
     "children dropped by their tokens": {"change": thinned},
@@ -183,32 +188,58 @@ MISTAKES = {
     "q not renormalised": {"patch": ("without", lambda law, token: law.scatter(1, token[:, None], 0.0))},
     "q keeps rejected siblings": {"patch": ("without", lambda law, token: law)},
 }
+# After one rejection two tokens are left of the target's law, and the drafter's is far from it: every mistake shows.
+FAR = ((0.1, 0.25, 0.65), (0.6, 0.2, 0.2), (0.3, 0.3, 0.4))
+FIRST = (0.5, 0.4, 0.1)
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("mistake", [None, *MISTAKES])
 def test_mistakes_with_trees_are_detected(enumeration, monkeypatch, mistake) -> None:
-    global _texts
-    _texts = enumeration.node_texts
-    settings = dict(MISTAKES[mistake])
+    settings = dict(MISTAKES.get(mistake, {}))
     if "patch" in settings:
         monkeypatch.setattr(rejection, *settings.pop("patch"))
+    if "look" in settings:
+        settings["look"] = settings["look"](enumeration)
+    later = enumeration.long_memory(scale=0.5)
+    target = enumeration.Table(lambda text: later(torch.tensor(text)).tolist() if text else FIRST, 3, 4)
     parts = enumeration.Play(
-        enumeration.long_memory(),
-        enumeration.marginals(Q),
-        SampledTree(branching=[2, 2]),
-        RejectionVerifier(),
-        **settings,
+        target, enumeration.marginals(FAR), SampledTree(branching=[2, 2]), RejectionVerifier(), **settings
     )
-    assert parts.outcome().gap > 1e-3
+    gap = parts.outcome().gap
+    assert gap < 1e-6 if mistake is None else gap > 0.01
 
 
 def test_matching_notices_siblings_that_see_each_other(enumeration) -> None:
-    global _texts
-    _texts = enumeration.node_texts
     parts = enumeration.Play(
-        enumeration.long_memory(), enumeration.marginals(Q), BestFirstTree(budget=5), MatchVerifier(), look=crowded
+        enumeration.long_memory(), enumeration.marginals(Q), BestFirstTree(budget=5), MatchVerifier()
     )
-    assert parts.outcome().gap > 1e-3
+    assert parts.outcome().gap < 1e-6
+    parts.look = crowded(enumeration)
+    assert parts.outcome().gap > 0.01
+
+
+@pytest.mark.parametrize(
+    ("p", "q", "change", "expected"),
+    [
+        ((0.5, 0.3, 0.2), (0.4, 0.4, 0.2), turned, (0.825, 0.175, 0.0)),
+        ((0.4, 0.4, 0.2), (0.2, 0.2, 0.6), thinned, (0.5, 0.3, 0.2)),
+    ],
+)
+def test_some_mistakes_give_the_worked_wrong_law(enumeration, p, q, change, expected) -> None:
+    """Two children drawn without replacement, put in another order or dropped."""
+    parts = enumeration.Play(
+        enumeration.Table(lambda text: p, 3, 2),
+        enumeration.marginals([q]),
+        SampledTree(branching=[2]),
+        RejectionVerifier(),
+        change=change,
+    )
+    assert first_token(parts.outcome().texts, 3) == pytest.approx(expected, abs=1e-6)
+
+
+def first_token(texts: dict[tuple[int, ...], float], vocab_size: int) -> list[float]:
+    """The law of the first token."""
+    return [sum(p for text, p in texts.items() if text[0] == token) for token in range(vocab_size)]
 
 
 class OwnToken(WidthPolicy):
@@ -232,6 +263,21 @@ class LastHigh(ConfidencePolicy):
         return torch.where(high, torch.arange(1, high.shape[1] + 1), 0).amax(1)
 
 
+@pytest.mark.parametrize(
+    ("p", "q", "expected"), [((0.3, 0.7), (0.6, 0.4), (0.42, 0.58)), ((0.7, 0.3), (0.5, 0.5), (0.85, 0.15))]
+)
+def test_a_draft_judged_only_if_it_is_a_certain_token_gives_the_worked_wrong_law(enumeration, p, q, expected) -> None:
+    """The text leans towards the token for which the draft is judged."""
+    parts = enumeration.Play(
+        enumeration.Table(lambda text: p, 2, 2),
+        enumeration.marginals([q]),
+        SampledChain(),
+        RejectionVerifier(),
+        OwnToken(),
+    )
+    assert first_token(parts.outcome().texts, 2) == pytest.approx(expected, abs=1e-6)
+
+
 @pytest.mark.parametrize("verifier", [RejectionVerifier, BlockVerifier])
 @pytest.mark.parametrize("policy", [OwnToken(), LastHigh(threshold=0.5)], ids=["own token", "last high confidence"])
 def test_widths_from_the_draws_that_they_cut_are_detected(enumeration, verifier, policy) -> None:
@@ -244,11 +290,78 @@ def test_widths_from_the_draws_that_they_cut_are_detected(enumeration, verifier,
     assert parts.outcome().gap < 1e-6
 
 
+# --- laws that depend on the tokens drafted before -----------------------------------------------------------------
+
+
+def mixture(count: int) -> Scores:
+    """Two hidden cases, equally likely, with a law per slot each: the law of a token given those before it.
+
+    The state of a lane is the posterior of the cases; the first look has the laws without it.
+    """
+    laws = torch.tensor([[[0.7, 0.2, 0.1], [0.1, 0.6, 0.3]], [[0.2, 0.5, 0.3], [0.6, 0.3, 0.1]]])  # case, depth, token
+
+    def step(state: Tensor, tokens: Tensor, depth: int) -> tuple[Scores, Tensor]:
+        if depth:
+            state = state * laws[:, depth - 1, tokens].movedim(0, -1)
+            state = state / state.sum(-1, keepdim=True)
+        mixed = torch.einsum("bwz,zv->bwv", state, laws[:, depth])
+        return Scores(mixed.log(), signals={"confidence": mixed.amax(-1)}), state
+
+    first = laws.mean(0).log().expand(count, -1, -1)
+    return Scores(first, state=torch.full((count, 1, 2), 0.5), step=step)
+
+
+@pytest.mark.parametrize(
+    ("verifier", "expected"), [(RejectionVerifier, Fraction(61, 35)), (BlockVerifier, Fraction(44, 25))]
+)
+def test_chains_of_a_sequential_law_have_the_known_acceptance(enumeration, verifier, expected) -> None:
+    outcome = enumeration.Play(enumeration.e3(), mixture, SampledChain(), verifier()).outcome()
+    assert outcome.gap < 1e-6
+    assert outcome.mean_accepted == pytest.approx(float(expected), abs=1e-6)
+
+
+def test_a_sequential_law_declared_as_its_marginals_is_detected(enumeration) -> None:
+    """Drawn from the mixture, declared slot by slot: the distance is 39/700."""
+    parts = enumeration.Play(enumeration.e3(), mixture, SampledChain(), RejectionVerifier())
+    parts.change = lambda draft: replace(draft, law=Law(mixture(len(draft.tokens)).logits.exp()))
+    assert parts.outcome().gap == pytest.approx(39 / 700, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        (SampledTree(branching=[2, 2]), RejectionVerifier()),
+        (SampledTree(budget=5), RejectionVerifier()),
+        (SampledTree(branching=[1, 2]), MatchVerifier()),
+        (BestFirstTree(budget=5), MatchVerifier()),
+        (BestChain(), MatchVerifier()),
+        (FixedTree((2, 1)), RejectionVerifier()),
+        (SampledChain(), RejectionVerifier(), ConfidencePolicy(threshold=0.45)),
+        (SampledChain(), BlockVerifier(), ConfidencePolicy(threshold=0.45)),
+    ],
+    ids=lambda parts: "-".join(type(part).__name__ for part in parts),
+)
+def test_sequential_laws_keep_the_law_of_the_target(enumeration, parts) -> None:
+    """With the head's own confidence where there is a policy: it knows the tokens before, and that is allowed."""
+    for target in (enumeration.e3(), enumeration.long_memory()):
+        outcome = enumeration.Play(target, mixture, *parts).outcome()
+        assert outcome.gap < 1e-6
+        assert outcome.mean_accepted > 0.3
+
+
+def test_lanes_that_are_mixed_up_are_detected(enumeration, monkeypatch) -> None:
+    """A node that is given the state of another lane declares a law that its children were drawn from, and is lossless;
+    one whose row of the law is another lane's is not."""
+    parts = enumeration.Play(enumeration.e3(), mixture, SampledTree(branching=[2, 2]), RejectionVerifier())
+    parts.change = lambda draft: replace(draft, law_row=torch.where(draft.depth == 1, 3 - draft.law_row, draft.law_row))
+    assert parts.outcome().gap > 0.001
+
+
 # --- what the enumeration takes for granted -----------------------------------------------------------------------
 
 
 def test_draws_without_replacement_follow_their_law(enumeration) -> None:
-    """50000 ordered pairs of four tokens: chi-squared (11 df) below its 99.99 % point, 37.4; other keys, other draws."""
+    """50000 ordered pairs of four tokens: chi-squared (11 df) below its 99.99 % point, 37.4."""
     n, p = 50000, torch.tensor([0.4, 0.3, 0.2, 0.1])
     sampler = Sampler(SamplingSpec(temperature=1.0), Noise(4))
     law = Law(p.expand(1, n, 4))

@@ -21,7 +21,7 @@ def test_the_view_covers_the_scored_slots_with_the_same_logits_as_decoding() -> 
     views = MarginalHead().outputs(hidden, layout, lm).views
     assert list(views) == ["main"]
 
-    log_prob, best = views["main"].scalars(LabelLogProb(layout.labels), Argmax())
+    log_prob, best = views["main"].ask(LabelLogProb(layout.labels), Argmax())
     roots = torch.tensor([3])
     logits = torch.stack([MarginalHead().open(hidden[:, n], roots, lm).logits for n in range(9)], 1)
     want = torch.log_softmax(logits, -1).gather(-1, layout.labels[..., None]).squeeze(-1)

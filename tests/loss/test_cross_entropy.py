@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from dflash_lightning.block import Anchored, count_slots, merge_layouts
-from dflash_lightning.head import MarginalHead
 from dflash_lightning.loss import CrossEntropy, LossTerm
-from dflash_lightning.ops.lm_head import LanguageHead, View
+from dflash_lightning.ops.lm_head import HeadOutput, LanguageHead, View
 from dflash_lightning.types import (
     Alignment,
     BlockLayout,
@@ -19,11 +18,9 @@ from dflash_lightning.types import (
     LabelLayout,
     SlotTotals,
     StepContext,
-    TargetFeatures,
 )
 
 CTX = StepContext(step=0, total_steps=10, epoch=0)
-FEATURES = TargetFeatures((), torch.zeros(1, 1, 0, 1))
 
 
 def make_layout(valid: list[list[int]], *, scored: list[list[int]] | None = None, first_slot: int = 1) -> BlockLayout:
@@ -49,7 +46,12 @@ def make_layout(valid: list[list[int]], *, scored: list[list[int]] | None = None
     )
 
 
-def make_views(cross_entropies: list[list[float]], layout: BlockLayout) -> tuple[dict[str, View], Tensor]:
+def outputs(hidden: Tensor, layout: BlockLayout, lm: LanguageHead) -> HeadOutput:
+    """The plain view of the scored slots, as the marginal head gives it."""
+    return HeadOutput({"main": View.of(hidden, layout.rows, lm)})
+
+
+def make_views(cross_entropies: list[list[float]], layout: BlockLayout) -> tuple[HeadOutput, Tensor]:
     """Views in which slot (n, k) has the given cross-entropy with token 0, and the hidden states behind them.
 
     Two tokens with logits x and 0: ``-log softmax = log(1 + exp(-x))``, so ``x = -log(exp(ce) - 1)``.
@@ -57,14 +59,13 @@ def make_views(cross_entropies: list[list[float]], layout: BlockLayout) -> tuple
     hidden = -torch.tensor([cross_entropies], dtype=torch.float64).expm1().log()[..., None]
     hidden.requires_grad_()
     head = LanguageHead(torch.tensor([[1.0], [0.0]], dtype=torch.float64))
-    return MarginalHead().outputs(hidden, layout, head).views, hidden
+    return outputs(hidden, layout, head), hidden
 
 
 def value_of(loss: CrossEntropy, cross_entropies: list[list[float]], layout: BlockLayout) -> float:
     views, _ = make_views(cross_entropies, layout)
-    shift = 1 - int(layout.predicts[0, 0].int().argmax())
-    denominator = loss.denominator(count_slots(layout), shift)
-    return (loss.numerator(views, layout, FEATURES, CTX) / denominator).item()
+    denominator = loss.denominator(count_slots(layout))
+    return (loss.numerator(views, layout, None, CTX) / denominator).item()
 
 
 def test_one_block_with_decay_4_gives_the_paper_s_weighting() -> None:
@@ -87,12 +88,12 @@ def test_the_first_draft_weighs_one_in_both_label_layouts(first_slot: int) -> No
     """Anchor-first moves every weight one slot to the left: slot 0 is then a draft."""
     layout = make_layout([[1 if k >= first_slot else 0 for k in range(4)]], first_slot=first_slot)
     views, hidden = make_views([[1.0, 1.0, 1.0, 1.0]], layout)
-    (gradient,) = torch.autograd.grad(CrossEntropy(decay=2).numerator(views, layout, FEATURES, CTX), hidden)
+    (gradient,) = torch.autograd.grad(CrossEntropy(decay=2).numerator(views, layout, None, CTX), hidden)
     relative = (gradient / gradient[0, 0, first_slot]).flatten().tolist()
     want = [math.exp(-(k - first_slot) / 2) if k >= first_slot else 0.0 for k in range(4)]
     assert relative == pytest.approx(want, abs=1e-6)
     totals = count_slots(layout)
-    assert float(CrossEntropy(decay=2).denominator(totals, 1 - first_slot)) == pytest.approx(sum(want), abs=1e-6)
+    assert float(CrossEntropy(decay=2).denominator(totals)) == pytest.approx(sum(want), abs=1e-6)
 
 
 def test_a_hole_does_not_move_the_weights_behind_it() -> None:
@@ -138,13 +139,12 @@ def test_sum_and_gradient_equal_a_loop_over_slots(label_layout: LabelLayout, dec
         slow = slow - weight * torch.log_softmax(head.weight @ hidden[0, n, k], -1)[layout.labels[0, n, k]]
         weight_sum += weight
     loss = CrossEntropy(decay=decay)
-    fast = loss.numerator(MarginalHead().outputs(hidden, layout, head).views, layout, FEATURES, CTX)
+    fast = loss.numerator(outputs(hidden, layout, head), layout, None, CTX)
     assert weight_sum > 5 and fast.item() == pytest.approx(slow.item(), rel=1e-7)
     expected, gradient = (torch.autograd.grad(x, hidden)[0] for x in (slow, fast))
     assert torch.allclose(gradient, expected, rtol=0, atol=1e-6)
     assert torch.equal(gradient.abs().amax(-1) > 0, layout.valid)
-    shift = Alignment(4, 19, label_layout).shift
-    assert float(loss.denominator(count_slots(layout), shift)) == pytest.approx(weight_sum, rel=1e-6)
+    assert float(loss.denominator(count_slots(layout))) == pytest.approx(weight_sum, rel=1e-6)
 
 
 @pytest.mark.parametrize("scored", [[[0, 1, 1, 0]], [[0, 1, 1, 1]]])
@@ -154,7 +154,7 @@ def test_nan_in_an_invalid_slot_changes_neither_value_nor_gradient(scored: list[
     results = []
     for poison in (1.0, math.nan):
         views, hidden = make_views([[poison, 0.3, 0.8, poison]], layout)
-        value = CrossEntropy(decay=4).numerator(views, layout, FEATURES, CTX)
+        value = CrossEntropy(decay=4).numerator(views, layout, None, CTX)
         results.append((value, torch.autograd.grad(value, hidden)[0]))
     assert results[0][0] > 0 and torch.equal(results[0][0], results[1][0])
     assert torch.equal(results[0][1], results[1][1]) and (results[0][1][0, 0, 1:3] != 0).all()
@@ -163,11 +163,11 @@ def test_nan_in_an_invalid_slot_changes_neither_value_nor_gradient(scored: list[
 def test_no_valid_slot_gives_zero_over_zero_and_still_reaches_every_parameter() -> None:
     layout = make_layout([[0, 0, 0, 0]])
     layer = torch.nn.Linear(3, 3)
-    views = MarginalHead().outputs(layer(torch.randn(1, 1, 4, 3)), layout, LanguageHead(torch.randn(7, 3))).views
+    views = outputs(layer(torch.randn(1, 1, 4, 3)), layout, LanguageHead(torch.randn(7, 3)))
     loss = CrossEntropy(decay=4)
-    numerator = loss.numerator(views, layout, FEATURES, CTX)
+    numerator = loss.numerator(views, layout, None, CTX)
     numerator.backward()
-    assert numerator.item() == 0.0 and loss.denominator(count_slots(layout), 0).item() == 0.0
+    assert numerator.item() == 0.0 and loss.denominator(count_slots(layout)).item() == 0.0
     assert all(p.grad is not None and p.grad.abs().max() == 0 for p in layer.parameters())
 
 
@@ -178,7 +178,7 @@ def test_labels_outside_the_draft_vocabulary_are_left_out() -> None:
     head = LanguageHead(torch.randn(3, 5, dtype=torch.float64)).restrict(torch.tensor([0, 2]))
     hidden = torch.randn(1, 1, 4, 5, dtype=torch.float64)
     log_probs = torch.log_softmax(hidden @ head.weight.T, -1)[0, 0]
-    value = CrossEntropy().numerator(MarginalHead().outputs(hidden, layout, head).views, layout, FEATURES, CTX)
+    value = CrossEntropy().numerator(outputs(hidden, layout, head), layout, None, CTX)
     assert value.item() == pytest.approx(-(log_probs[1, 0] + log_probs[3, 1]).item(), rel=1e-9)
 
 
@@ -194,7 +194,7 @@ def accumulate(parts: list[tuple[list[list[float]], list[list[int]]]], *, ranks:
     for cross_entropies, valid in parts:
         layout = make_layout(valid)
         views, hidden = make_views(cross_entropies, layout)
-        share = loss.numerator(views, layout, FEATURES, CTX) / loss.denominator(totals, 0)
+        share = loss.numerator(views, layout, None, CTX) / loss.denominator(totals)
         (gradient,) = torch.autograd.grad(share * ranks, hidden)
         value += share.item()
         gradients.append(gradient.flatten(0, 1) / ranks)
@@ -226,7 +226,16 @@ def test_t12_a_sample_without_scored_tokens_changes_nothing() -> None:
 def test_settings_make_an_equal_term() -> None:
     loss = CrossEntropy(decay=7, coefficient=0.5, view="main")
     again = LossTerm.from_settings("cross_entropy", loss.settings())
-    assert again.settings() == loss.settings() == {"decay": 7, "coefficient": 0.5, "view": "main"}
+    assert (
+        again.settings()
+        == loss.settings()
+        == {
+            "decay": 7,
+            "labels": "data",
+            "coefficient": 0.5,
+            "view": "main",
+        }
+    )
     assert loss.coef(CTX) == 0.5
 
 
@@ -240,4 +249,4 @@ def test_an_unknown_view_is_refused_with_the_known_ones() -> None:
     layout = make_layout([[0, 1, 1, 1]])
     views, _ = make_views([[1.0] * 4], layout)
     with pytest.raises(ValueError, match=r"no view 'coarse'. Use one of \['main'\]"):
-        CrossEntropy(view="coarse").numerator(views, layout, FEATURES, CTX)
+        CrossEntropy(view="coarse").numerator(views, layout, None, CTX)

@@ -22,7 +22,7 @@ class Calibrated(MarginalHead):
         self.register_buffer("known", torch.zeros(3, dtype=torch.long))
 
     def outputs(self, hidden, layout, lm):
-        return HeadOutput({"main": View(hidden / self.temperature, layout.rows, lm)})
+        return HeadOutput({"main": View.of(hidden / self.temperature, layout.rows, lm)})
 
     def open(self, hidden, roots, lm):
         return Scores(lm.logits(hidden / self.temperature), lm.ids)
@@ -48,7 +48,7 @@ def test_decoding_follows_the_buffers_of_the_drafter(make_tiny_model, byte_token
     """A temperature measured after the decoder was made counts from the next refresh on; ids stay whole numbers."""
     target = FrozenTarget(make_tiny_model("llama").to(torch.bfloat16), byte_tokenizer, name="tiny")
     draft = with_part(make_draft(target), "head", Calibrated.name)
-    lm = make_decoding_head(draft.head_of(target.lm), target.model.get_output_embeddings(), packed=False)
+    lm = make_decoding_head(draft.head_of(target.lm), target.model.get_output_embeddings(), prepacked=False)
     proposer = DraftProposer(target, draft, batch_size=1, max_length=32, head=lm, compile=False)
     hidden, roots = torch.randn(1, 3, 32, dtype=torch.bfloat16), torch.tensor([5])
     before = proposer.model.open(hidden, roots, lm).logits

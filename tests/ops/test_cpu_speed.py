@@ -8,22 +8,26 @@ import pytest
 import torch
 
 from dflash_lightning.ops import cpu_speed
-from dflash_lightning.ops.cpu_speed import bfloat16_is_slow
+from dflash_lightning.ops.cpu_speed import bfloat16_is_fast, bfloat16_is_slow, bfloat16_ratio
 
 
 @pytest.fixture(autouse=True)
 def _measure_anew() -> Iterator[None]:
-    bfloat16_is_slow.cache_clear()
+    bfloat16_ratio.cache_clear()
     yield
-    bfloat16_is_slow.cache_clear()
+    bfloat16_ratio.cache_clear()
 
 
-@pytest.mark.parametrize(("bfloat16", "slow"), [(0.5, False), (1.5, False), (60.0, True)])
-def test_slow_is_more_than_twice_as_long(monkeypatch: pytest.MonkeyPatch, bfloat16: float, slow: bool) -> None:
+@pytest.mark.parametrize(
+    ("bfloat16", "fast", "slow"), [(0.5, True, False), (1.0, False, False), (1.5, False, False), (60.0, False, True)]
+)
+def test_slow_is_more_than_twice_as_long_and_fast_clearly_shorter(
+    monkeypatch: pytest.MonkeyPatch, bfloat16: float, fast: bool, slow: bool
+) -> None:
     seconds = {torch.bfloat16: bfloat16, torch.float32: 1.0}
     asked: list[torch.dtype] = []
     monkeypatch.setattr(cpu_speed, "_seconds", lambda dtype: asked.append(dtype) or seconds[dtype])
-    assert bfloat16_is_slow() is slow and bfloat16_is_slow() is slow
+    assert bfloat16_is_slow() is slow and bfloat16_is_fast() is fast
     assert len(asked) == 2
 
 

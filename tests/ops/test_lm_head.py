@@ -66,7 +66,7 @@ def test_answers_and_gradients_equal_dense_autograd(settings: dict[str, float], 
 
     oracle = [ORACLES[kind](hidden, labels, head) * in_rows for kind in (LabelLogProb, Entropy)]
     (expected,) = torch.autograd.grad(sum((w * o).sum() for w, o in zip(weights, oracle, strict=True)), hidden)
-    answers = View(hidden, rows, head, chunk_rows).scalars(LabelLogProb(labels), Argmax(), Entropy())
+    answers = View.of(hidden, rows, head, chunk_rows).ask(LabelLogProb(labels), Argmax(), Entropy())
     (gradient,) = torch.autograd.grad((weights[0] * answers[0] + weights[1] * answers[2]).sum(), hidden)
 
     assert answers[0].dtype == torch.float64 and answers[1].dtype == torch.int64
@@ -82,7 +82,7 @@ def test_fp32_is_as_close_to_float64_as_dense_fp32_is() -> None:
     want = dense_label_log_prob(exact[0], exact[1], make_head())
     hidden, labels, rows = make_slots(torch.float32)
     head = make_head(dtype=torch.float32)
-    (log_prob,) = View(hidden, rows, head, 3).scalars(LabelLogProb(labels))
+    (log_prob,) = View.of(hidden, rows, head, 3).ask(LabelLogProb(labels))
     assert log_prob.dtype == torch.float32
     picked = log_prob.flatten()[rows].double() - want.flatten()[rows]
     assert picked.abs().max() < 2e-6
@@ -95,7 +95,7 @@ def test_peaked_distributions_stay_exact() -> None:
     head = make_head()
     oracle = dense_label_log_prob(hidden, labels, head).flatten()[rows]
     (expected,) = torch.autograd.grad(oracle.sum(), hidden)
-    (log_prob,) = View(hidden, rows, head).scalars(LabelLogProb(labels))
+    (log_prob,) = View.of(hidden, rows, head).ask(LabelLogProb(labels))
     (gradient,) = torch.autograd.grad(log_prob.sum(), hidden)
     assert oracle.min() < -200
     assert (log_prob.flatten()[rows] - oracle).abs().max() < 1e-10
@@ -104,7 +104,7 @@ def test_peaked_distributions_stay_exact() -> None:
 
 def test_entropy_of_equal_logits_is_log_of_their_number() -> None:
     head = LanguageHead(torch.zeros(V, H))
-    (entropy,) = View(torch.randn(1, 1, 2, H), torch.tensor([1]), head).scalars(Entropy())
+    (entropy,) = View.of(torch.randn(1, 1, 2, H), torch.tensor([1]), head).ask(Entropy())
     assert entropy.tolist() == [[[0.0, pytest.approx(math.log(V), rel=1e-6)]]]
 
 
@@ -122,7 +122,7 @@ def test_reduced_head_scores_its_own_tokens_only() -> None:
     columns = torch.searchsorted(ids, labels).clamp(max=len(ids) - 1)
     oracle = torch.log_softmax(logits, -1).gather(-1, columns[..., None]).squeeze(-1).where(known, 0.0)
     (expected,) = torch.autograd.grad(oracle.sum(), hidden)
-    log_prob, best = View(hidden, rows, reduced, 5).scalars(LabelLogProb(labels), Argmax())
+    log_prob, best = View.of(hidden, rows, reduced, 5).ask(LabelLogProb(labels), Argmax())
     (gradient,) = torch.autograd.grad(log_prob.sum(), hidden)
 
     assert (~known).sum() == 4
@@ -153,7 +153,7 @@ def test_nan_in_a_row_without_incoming_gradient_reaches_nothing() -> None:
     values = hidden.detach().clone()
     values.view(SLOTS, H)[bad] = math.nan
     hidden = values.requires_grad_()
-    (log_prob,) = View(hidden, rows, make_head(), 6).scalars(LabelLogProb(labels))
+    (log_prob,) = View.of(hidden, rows, make_head(), 6).ask(LabelLogProb(labels))
     chosen = torch.zeros(SLOTS, dtype=torch.bool).index_fill(0, torch.tensor(good), True).view(B, N, K)
     torch.where(chosen, log_prob, 0.0).sum().backward()
     assert hidden.grad is not None and hidden.grad.isfinite().all()
@@ -165,7 +165,7 @@ def test_no_rows_give_zeros_that_still_reach_every_parameter() -> None:
     layer = torch.nn.Linear(H, H)
     hidden = layer(torch.randn(B, N, K, H))
     labels = torch.zeros(B, N, K, dtype=torch.long)
-    log_prob, best = View(hidden, torch.zeros(0, dtype=torch.long), make_head(dtype=torch.float32)).scalars(
+    log_prob, best = View.of(hidden, torch.zeros(0, dtype=torch.long), make_head(dtype=torch.float32)).ask(
         LabelLogProb(labels), Argmax()
     )
     log_prob.sum().backward()
@@ -175,9 +175,12 @@ def test_no_rows_give_zeros_that_still_reach_every_parameter() -> None:
 
 def test_no_gradient_is_made_when_none_is_wanted() -> None:
     hidden, labels, rows = make_slots()
-    for view, grad in ((View(hidden, rows, make_head()), False), (View(hidden.detach(), rows, make_head()), True)):
+    for view, grad in (
+        (View.of(hidden, rows, make_head()), False),
+        (View.of(hidden.detach(), rows, make_head()), True),
+    ):
         with torch.set_grad_enabled(grad), CountProducts() as products:
-            (log_prob,) = view.scalars(LabelLogProb(labels))
+            (log_prob,) = view.ask(LabelLogProb(labels))
         assert not log_prob.requires_grad and products.count == 1
 
 
@@ -186,7 +189,7 @@ def test_autocast_multiplies_in_bf16_and_reduces_in_fp32(weight: torch.dtype) ->
     hidden, labels, rows = make_slots(torch.float32)
     head = make_head(dtype=weight)
     with torch.autocast("cpu", torch.bfloat16):
-        (log_prob,) = View(hidden, rows, head).scalars(LabelLogProb(labels))
+        (log_prob,) = View.of(hidden, rows, head).ask(LabelLogProb(labels))
     log_prob.sum().backward()
     assert log_prob.dtype == torch.float32 and hidden.grad is not None and hidden.grad.dtype == torch.float32
 
@@ -203,7 +206,7 @@ def test_autocast_multiplies_in_bf16_and_reduces_in_fp32(weight: torch.dtype) ->
 
 def test_bf16_weights_without_autocast_take_fp32_hidden_states() -> None:
     hidden, labels, rows = make_slots(torch.float32)
-    (log_prob,) = View(hidden, rows, make_head(dtype=torch.bfloat16)).scalars(LabelLogProb(labels))
+    (log_prob,) = View.of(hidden, rows, make_head(dtype=torch.bfloat16)).ask(LabelLogProb(labels))
     log_prob.sum().backward()
     assert log_prob.dtype == torch.float32 and hidden.grad is not None and hidden.grad.dtype == torch.float32
 
@@ -245,7 +248,7 @@ def test_nothing_larger_than_a_chunk_of_logits_ever_exists() -> None:
     hidden, labels, rows = make_slots()
     request = LabelLogProb(labels)
     with LargestTensor() as tensors:
-        log_prob, entropy, _ = View(hidden, rows, make_head(), 12).scalars(request, Entropy(), Argmax())
+        log_prob, entropy, _ = View.of(hidden, rows, make_head(), 12).ask(request, Entropy(), Argmax())
         (log_prob + entropy).sum().backward()
     assert tensors.largest == 9 * V  # 17 rows as 9 + 8: more than the weight (8 x 50), less than all rows
     assert len(rows) * V > 9 * V
@@ -253,9 +256,9 @@ def test_nothing_larger_than_a_chunk_of_logits_ever_exists() -> None:
 
 def test_one_product_per_chunk_and_one_per_differentiable_request() -> None:
     hidden, labels, rows = make_slots()
-    view = View(hidden, rows, make_head(), 9)
+    view = View.of(hidden, rows, make_head(), 9)
     with CountProducts() as products:
-        answers = view.scalars(LabelLogProb(labels), Entropy(), Argmax())
+        answers = view.ask(LabelLogProb(labels), Entropy(), Argmax())
     assert products.count == 2 * (1 + 2)
     with CountProducts() as products:
         (answers[0] + answers[1]).sum().backward()
@@ -264,34 +267,34 @@ def test_one_product_per_chunk_and_one_per_differentiable_request() -> None:
 
 def test_a_question_asked_again_is_not_computed_again() -> None:
     hidden, labels, rows = make_slots()
-    view = View(hidden, rows, make_head())
+    view = View.of(hidden, rows, make_head())
     view.plan(Argmax())
-    (log_prob,) = view.scalars(LabelLogProb(labels))
+    (log_prob,) = view.ask(LabelLogProb(labels))
     with CountProducts() as products, torch.no_grad():
-        again, best = view.scalars(LabelLogProb(labels), Argmax())
+        again, best = view.ask(LabelLogProb(labels), Argmax())
     assert products.count == 0 and not again.requires_grad
     assert torch.equal(again, log_prob) and (best.flatten()[rows] >= 0).all()
-    other = View(hidden, rows, make_head()).scalars(LabelLogProb(labels.clone().fill_(1)))[0]
-    assert not torch.equal(view.scalars(LabelLogProb(labels.clone().fill_(1)))[0], log_prob)
-    assert torch.equal(view.scalars(LabelLogProb(labels.clone().fill_(1)))[0], other)
+    other = View.of(hidden, rows, make_head()).ask(LabelLogProb(labels.clone().fill_(1)))[0]
+    assert not torch.equal(view.ask(LabelLogProb(labels.clone().fill_(1)))[0], log_prob)
+    assert torch.equal(view.ask(LabelLogProb(labels.clone().fill_(1)))[0], other)
 
 
 def test_an_answer_without_gradient_is_computed_anew_when_a_loss_asks() -> None:
     hidden, labels, rows = make_slots()
-    view = View(hidden, rows, make_head())
+    view = View.of(hidden, rows, make_head())
     with torch.no_grad():
-        view.scalars(LabelLogProb(labels))
-    (log_prob,) = view.scalars(LabelLogProb(labels))
+        view.ask(LabelLogProb(labels))
+    (log_prob,) = view.ask(LabelLogProb(labels))
     (gradient,) = torch.autograd.grad(log_prob.sum(), hidden)
     assert gradient.abs().max() > 0
 
 
 def test_two_losses_on_one_answer_add_their_gradients() -> None:
     hidden, labels, rows = make_slots()
-    view = View(hidden, rows, make_head())
-    (one,) = torch.autograd.grad(view.scalars(LabelLogProb(labels))[0].sum(), hidden)
-    view = View(hidden, rows, make_head())
-    total = view.scalars(LabelLogProb(labels))[0].sum() + 2 * view.scalars(LabelLogProb(labels))[0].sum()
+    view = View.of(hidden, rows, make_head())
+    (one,) = torch.autograd.grad(view.ask(LabelLogProb(labels))[0].sum(), hidden)
+    view = View.of(hidden, rows, make_head())
+    total = view.ask(LabelLogProb(labels))[0].sum() + 2 * view.ask(LabelLogProb(labels))[0].sum()
     (three,) = torch.autograd.grad(total, hidden)
     assert torch.allclose(three, 3 * one, rtol=0, atol=1e-12)
 
@@ -304,27 +307,40 @@ def test_logits_equal_the_dense_formula_and_reach_the_hidden_states() -> None:
     assert torch.autograd.gradcheck(head.logits, hidden)
 
 
-@dataclass(frozen=True)
-class LogitAt(Request):
-    """The logit of one column: what a request of a later method looks like."""
+@dataclass(frozen=True, eq=False)
+class Column(Request):
+    """The logit of one column: what a request of one's own looks like."""
 
     column: int
 
     def value(self, chunk: Chunk) -> Tensor:
         return chunk.logits[:, self.column].clone()
 
-    def gradient(self, chunk: Chunk) -> Tensor:
-        return torch.zeros_like(chunk.logits).index_fill_(1, torch.tensor([self.column]), 1.0)
+
+@dataclass(frozen=True, eq=False)
+class FastColumn(Column):
+    """The same with a gradient of its own, which a frozen plain view makes in the forward pass."""
+
+    def gradient(self, chunk: Chunk, out: Tensor) -> None:
+        out.zero_()[:, self.column] = 1.0
 
 
-def test_a_new_question_is_one_class() -> None:
-    """Beside others: a gradient may overwrite nothing that the next request reads."""
+@pytest.mark.parametrize("kind", [Column, FastColumn])
+def test_a_new_question_is_one_class(kind: type[Column]) -> None:
+    """Beside others: no request's gradient touches what the next one reads."""
     head = make_head(scale=1.7, softcap=3.0)
     hidden, labels, rows = make_slots()
-    first, log_prob, second = View(hidden, rows, head, 4).scalars(LogitAt(3), LabelLogProb(labels), LogitAt(8))
+    first, log_prob, second = View.of(hidden, rows, head, 4).ask(kind(3), LabelLogProb(labels), kind(8))
     (gradient,) = torch.autograd.grad((first + 2 * log_prob + 3 * second).sum(), hidden)
     logits = dense_logits(hidden, head)
     want = logits[..., 3] + 2 * dense_label_log_prob(hidden, labels, head) + 3 * logits[..., 8]
     (expected,) = torch.autograd.grad(want.flatten()[rows].sum(), hidden)
     assert (gradient - expected).abs().max() < 1e-10
     assert (second.flatten()[rows] - logits[..., 8].flatten()[rows]).abs().max() < 1e-10
+
+
+def test_questions_are_compared_by_their_kind_their_settings_and_the_identity_of_tensors() -> None:
+    labels = torch.zeros(B, N, K, dtype=torch.long)
+    assert LabelLogProb(labels) == LabelLogProb(labels) and hash(LabelLogProb(labels)) == hash(LabelLogProb(labels))
+    others = [LabelLogProb(labels.clone()), LabelLogProb(labels, 2.0), Entropy(), Column(3), FastColumn(3)]
+    assert len({LabelLogProb(labels), *others}) == 6

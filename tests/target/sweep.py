@@ -209,11 +209,11 @@ def decoding_faults(target: FrozenTarget) -> list[str]:
 def tree_faults(target: FrozenTarget) -> list[str]:
     """Random trees, and a chain after one path of each, against plain forwards; in a ragged batch, an equal one, alone.
 
-    A family that fails the trial at start has its trees refused, which is no fault: see ``tree_check``.
+    No family of today's fails the trial at start (``tree_check``), which would refuse its trees by name.
     """
-    adapter = TargetAdapter(target, FeatureSpec(tuple(range(target.facts.num_layers))), packed=False)
+    adapter = TargetAdapter(target, FeatureSpec(tuple(range(target.facts.num_layers))), prepacked=False)
     if not adapter.trees:
-        return []
+        return ["its trees are refused by the trial"]
     return [fault for lengths in TREE_LENGTHS for fault in _tree_faults(adapter, target, lengths)]
 
 
@@ -237,7 +237,7 @@ def _tree_faults(adapter: TargetAdapter, target: FrozenTarget, lengths: tuple[in
     chain = torch.randint(5, 260, (len(lengths), 3), generator=generator)
     found = adapter.verify(chain)
     texts = [prompt + tokens[b, chosen[b]].tolist() + chain[b].tolist() for b, prompt in enumerate(prompts)]
-    fresh = TargetAdapter(target, adapter.spec, packed=False)
+    fresh = TargetAdapter(target, adapter.spec, prepacked=False)
     for b, text in enumerate(texts):
         expected, begin = plain_logits(target, [text])[0][-3:], len(prompts[b])
         errors["chains after a path"] = max(errors["chains after a path"], relative(found[b], expected))

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from dflash_lightning.target import FrozenTarget, TargetAdapter
+from dflash_lightning.target.attention import GROUPED_SDPA
 from dflash_lightning.target.decode_check import check_decoding
 from dflash_lightning.target.families import check_family
 from dflash_lightning.target.masks import ragged_mask
@@ -70,8 +71,8 @@ def judge(adapter: TargetAdapter, prompts: list[list[int]], tokens: Tensor) -> T
 def test_every_node_is_judged_as_if_its_path_stood_alone(make_target: MakeTarget, sweep: ModuleType, kind: str) -> None:
     """All verified families, which are not tried at start; full, sliding and chunked attention, by sdpa and eager."""
     target = make(make_target, kind)
-    adapter = TargetAdapter(target, FeatureSpec((0,)), packed=False)
-    assert (adapter._config._attn_implementation == "eager") == (kind == "gpt_oss" or kind.endswith("eager"))
+    kernel = TargetAdapter(target, FeatureSpec(), packed=False)._config._attn_implementation
+    assert kernel == ("eager" if kind in ("gemma2", "gpt_oss") or kind.endswith("eager") else GROUPED_SDPA)
     assert sweep.tree_faults(target) == []
 
 

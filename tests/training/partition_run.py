@@ -29,7 +29,7 @@ class BlockCrossEntropy(CrossEntropy):
 
     name = "block_cross_entropy"
 
-    def denominator(self, totals, layout_shift):
+    def denominator(self, totals):
         return totals.blocks
 
 

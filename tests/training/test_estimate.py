@@ -11,6 +11,7 @@ from dflash_lightning.commands import fit as fit_module
 from dflash_lightning.commands.fit_estimate import Estimate, Measured
 from dflash_lightning.recipe import precision as recipe_precision
 from dflash_lightning.recipe.precision import settle_precision
+from dflash_lightning.target import FrozenTarget
 
 
 def made(**changes: Any) -> Estimate:
@@ -49,6 +50,17 @@ def test_a_dry_run_prints_sizes_and_writes_nothing(place: Any, capsys: pytest.Ca
     assert "drafter" in found["one step"] and "GiB" in found["memory"] and "of training" in found["expect"]
     assert found["evaluations"].startswith("5 of 2 prompts")
     assert sorted(place.folder.rglob("*")) == before
+
+
+def test_features_are_measured_as_they_will_be_computed(place: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[torch.dtype] = []
+    features = FrozenTarget.features
+    monkeypatch.setattr(
+        FrozenTarget, "features", lambda self, *args, **kw: used.append(self.products) or features(self, *args, **kw)
+    )
+    settings = ["data.cache_features=ram", "data.feature_products=bfloat16"]
+    assert place.main(["fit", *place.arguments("smoke", *settings, name="products"), "--dry-run"]) == 0
+    assert used[-1] == torch.bfloat16
 
 
 @pytest.mark.parametrize(

@@ -57,9 +57,10 @@ class BatchMaker:
             )
             for d in documents
         }
-        totals = SlotTotals.zeros(self.alignment.block_size)
+        num_predicting = self.block.num_predicting(self.alignment)
+        totals = SlotTotals.zeros(num_predicting)
         for layout in layouts.values():
-            totals = totals + count_slots(layout)
+            totals = totals + count_slots(layout, num_predicting)
         return [self._batch(batch, layouts, totals, item.window) for batch in item.micro_batches[item.first :]]
 
     def _batch(

@@ -236,7 +236,7 @@ def feature_key(
         "config": _sha256(json.dumps(config, sort_keys=True, default=str).encode()),
         "attention": target.model.config._attn_implementation,
         "transformers": transformers.__version__,
-        "computed_in": str(target.dtype),
+        "computed_in": " by products in ".join(map(str, dict.fromkeys((target.dtype, target.products)))),
         "stored_in": str(dtype),
         "layer_ids": list(spec.layer_ids),
         "last_hidden": spec.last_hidden,

@@ -164,7 +164,7 @@ class TrainingRows:
             files += [None] if source.is_hub else source.files()
         kwargs = self.processing.chat_template_kwargs
         made = joint_provenance(files, target_digest=target_digest, chat_template_kwargs=kwargs)
-        summary.labels, summary.unfitting = made.labels, made.warnings
+        summary.labels, summary.draws, summary.unfitting = made.labels, made.draws, made.warnings
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase | None) -> str | None:

@@ -13,10 +13,35 @@ Labels = Literal["greedy", "sampled", "unknown"]
 
 
 @dataclass(frozen=True)
+class Draws:
+    """How responses were drawn: temperature (0 is greedy) and truncation (null: none)."""
+
+    temperature: float
+    top_k: int | None = None
+    top_p: float | None = None
+
+    def __str__(self) -> str:
+        if self.temperature == 0:
+            return "greedy ones"
+        cuts = {"top_k": self.top_k, "top_p": self.top_p}
+        return ", ".join(
+            [
+                f"ones drawn at temperature {self.temperature:g}",
+                *(f"{name} {value:g}" for name, value in cuts.items() if value is not None),
+            ]
+        )
+
+    def are_samples(self, temperature: float) -> bool:
+        """Whether they are draws from the whole law at ``temperature``."""
+        return self.temperature == temperature > 0 and self.top_k is None and self.top_p in (None, 1.0)
+
+
+@dataclass(frozen=True)
 class Provenance:
     """What training has to know of a file that ``regenerate`` wrote."""
 
     labels: Labels
+    draws: Draws
     target_digest: str
     chat_template_kwargs: dict[str, Any]
 
@@ -37,8 +62,10 @@ def read_provenance(file: Path) -> Provenance | None:
         return None
     try:
         made = json.loads(meta.read_text(encoding="utf-8"))["made_with"]
-        labels: Labels = made["sampling"]["labels"]
-        found = Provenance(labels, made["target"]["digest"], made["chat_template"]["kwargs"])
+        sampling = made["sampling"]
+        labels: Labels = sampling["labels"]
+        draws = Draws(sampling["temperature"], sampling["top_k"], sampling["top_p"])
+        found = Provenance(labels, draws, made["target"]["digest"], made["chat_template"]["kwargs"])
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{meta}: cannot be read as the provenance of {file.name} ({type(error).__name__}: {error}). It is written "
@@ -49,9 +76,14 @@ def read_provenance(file: Path) -> Provenance | None:
 
 @dataclass(frozen=True)
 class JointProvenance:
-    """What the sidecars of all training files say together: ``labels``, and ``warnings`` about what does not fit."""
+    """What the sidecars of all training files say together.
+
+    ``draws`` lists the different ways in which responses of known files were drawn; ``warnings`` are about what does
+    not fit.
+    """
 
     labels: Labels
+    draws: list[Draws]
     warnings: list[str]
 
 
@@ -65,10 +97,13 @@ def joint_provenance(
     Warned of: answers of another target, and prompts rendered with other settings than evaluation will render them.
     """
     labels: set[Labels] = set()
+    draws: dict[Draws, None] = {}
     warnings = []
     for file in files:
         made = None if file is None else read_provenance(file)
         labels.add("unknown" if made is None else made.labels)
+        if made is not None:
+            draws[made.draws] = None
         if made is not None and target_digest is not None and made.target_digest != target_digest:
             warnings.append(
                 f"the answers in {file} are another target's, so the drafter learns what its own never says."
@@ -79,4 +114,4 @@ def joint_provenance(
                 f"data.chat_template_kwargs is {dict(chat_template_kwargs)}: evaluation asks otherwise than training."
             )
     order: tuple[Labels, ...] = ("greedy", "unknown", "sampled")
-    return JointProvenance(next((entry for entry in order if entry in labels), "unknown"), warnings)
+    return JointProvenance(next((entry for entry in order if entry in labels), "unknown"), list(draws), warnings)

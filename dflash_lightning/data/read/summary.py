@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from dflash_lightning.data.read.provenance import Labels
+from dflash_lightning.data.read.provenance import Draws, Labels
 from dflash_lightning.data.read.store import MaskedIds
 
 FEW_ANCHORS = 1000  # below this a drafter learns next to nothing
@@ -27,7 +27,7 @@ class DataSummary:
     have no place where a block can start (or none any more, once cut). ``lengths`` counts documents by the power of two
     that they do not exceed. ``rendering`` says with which settings chat rows were rendered. ``unlearned`` counts
     answers that are marked as not to be trained on, ``cut_answers`` those whose end is not supervised because a limit
-    cut them off. ``labels`` and ``unfitting`` are what the files' sidecars say (see ``data.provenance``).
+    cut them off. ``labels``, ``draws`` and ``unfitting`` are what the files' sidecars say (see ``data.provenance``).
     """
 
     sources: list[str] = field(default_factory=list)
@@ -53,13 +53,15 @@ class DataSummary:
     cut_answers: int = 0
     first_supervised: str = ""
     labels: Labels = "unknown"
+    draws: list[Draws] = field(default_factory=list)
     unfitting: list[str] = field(default_factory=list)
 
     @classmethod
     def from_dict(cls, tree: Mapping[str, Any]) -> DataSummary:
         """The inverse of ``dataclasses.asdict`` (after a trip through JSON)."""
         lengths = Counter({int(bound): count for bound, count in tree["lengths"].items()})
-        return cls(**{**tree, "dropped": Counter(tree["dropped"]), "lengths": lengths})
+        draws = [Draws(**entry) for entry in tree["draws"]]
+        return cls(**{**tree, "dropped": Counter(tree["dropped"]), "lengths": lengths, "draws": draws})
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "dropped": dict(self.dropped), "lengths": dict(self.lengths)}
@@ -72,6 +74,10 @@ class DataSummary:
     def share(self) -> float:
         """Supervised tokens per token."""
         return self.supervised / max(1, self.tokens)
+
+    def why_not_samples(self, temperature: float) -> str | None:
+        """What responses there are that are no draws from the target's whole law at ``temperature``; null if none."""
+        return next((str(draws) for draws in self.draws if not draws.are_samples(temperature)), None)
 
     def drop(self, reason: str, where: str, *, bad: bool = False, cut: bool = False) -> None:
         """Count a dropped row. Bad ones are counted together: their reasons name columns and values, so all differ."""

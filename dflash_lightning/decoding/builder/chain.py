@@ -1,4 +1,4 @@
-"""Chains: one token per slot."""
+"""Chains: one token per slot, drawn all at once, or in turn where each law depends on the tokens before."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from jaxtyping import Int
 from torch import Tensor
 
 from dflash_lightning.decoding.builder.base import DraftBuilder
+from dflash_lightning.decoding.builder.draft_law import draft_law, token_ids
+from dflash_lightning.decoding.builder.steps import follow
 from dflash_lightning.decoding.law import Law, first_argmax
 from dflash_lightning.decoding.noise import Noise, Stream
 from dflash_lightning.decoding.sampling import Sampler
@@ -14,27 +16,45 @@ from dflash_lightning.decoding.types import Draft, Round, Scores
 
 
 class BestChain(DraftBuilder):
-    """A chain of the proposer's argmax tokens (DFlash, arXiv 2602.06036)."""
+    """A chain of the proposer's argmax tokens (DFlash, arXiv 2602.06036), each after the ones before it."""
 
     name = "best_chain"
     drawn = "delta"
 
     def build(self, roots: Int[Tensor, " B"], scores: Scores, where: Round, sampler: Sampler) -> Draft:
-        best = first_argmax(scores.logits)
-        drafts = best if scores.ids is None else scores.ids[best]
-        return Draft(torch.cat([roots[:, None], drafts], dim=1), self.drawn)
+        if scores.step is None:
+            drafts, signals = best_tokens(scores), scores.signals
+        else:
+            drafts, signals = follow(roots, scores, lambda step, depth: best_tokens(step))
+        return Draft(torch.cat([roots[:, None], drafts], dim=1), self.drawn, signals=signals)
 
 
 class SampledChain(DraftBuilder):
-    """A chain of tokens drawn slot by slot from the proposer's laws, warped as the target's are."""
+    """A chain of tokens drawn slot by slot from the proposer's laws, warped as the target's are.
+
+    Where a law depends on the tokens drafted before it, it is asked for after they are drawn: the laws that the
+    verifier is told are those that the tokens were drawn from.
+    """
 
     name = "sampled_chain"
     drawn = "sampled"
 
     def build(self, roots: Int[Tensor, " B"], scores: Scores, where: Round, sampler: Sampler) -> Draft:
-        law = sampler.law(scores.logits)
-        if scores.ids is not None:
-            law = Law(law.mass, scores.ids.expand(law.mass.shape) if law.ids is None else scores.ids[law.ids])
         slots = torch.arange(scores.logits.shape[1], device=roots.device)[None]
-        drafts = sampler.draw(law, Stream.DRAFT, where.requests, Noise.at(where.index, slots))
-        return Draft(torch.cat([roots[:, None], drafts], dim=1), self.drawn, law=law)
+        laws: list[Law] = []
+
+        def draw(step: Scores, slots: Int[Tensor, "1 n"]) -> Int[Tensor, "B n"]:
+            laws.append(draft_law(step.logits, step.ids, sampler))
+            return sampler.draw(laws[-1], Stream.DRAFT, where.requests, Noise.at(where.index, slots))
+
+        if scores.step is None:
+            drafts, signals = draw(scores, slots), scores.signals
+        else:
+            drafts, signals = follow(roots, scores, lambda step, depth: draw(step, slots[:, depth, None]))
+        law = laws[0] if len(laws) == 1 else Law.joined(laws)
+        return Draft(torch.cat([roots[:, None], drafts], dim=1), self.drawn, law=law, signals=signals)
+
+
+def best_tokens(scores: Scores) -> Int[Tensor, "B n"]:
+    """The likeliest token of each law."""
+    return token_ids(first_argmax(scores.logits)[..., None], scores.ids)[..., 0]

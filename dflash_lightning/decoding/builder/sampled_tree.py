@@ -9,11 +9,13 @@ from torch import Tensor
 from dflash_lightning.decoding.builder.base import DraftBuilder
 from dflash_lightning.decoding.builder.draft_law import draft_law
 from dflash_lightning.decoding.builder.shape import Shape, best_first, branching_shape
+from dflash_lightning.decoding.builder.steps import as_steps
 from dflash_lightning.decoding.law import Law, highest
 from dflash_lightning.decoding.noise import Noise, Stream
 from dflash_lightning.decoding.paths import along_paths
 from dflash_lightning.decoding.sampling import Sampler
 from dflash_lightning.decoding.types import Draft, Round, Scores
+from dflash_lightning.types import gather_lanes
 
 
 class SampledTree(DraftBuilder):
@@ -62,10 +64,19 @@ class SampledTree(DraftBuilder):
     def build(self, roots: Int[Tensor, " B"], scores: Scores, where: Round, sampler: Sampler) -> Draft:
         law = draft_law(scores.logits, scores.ids, sampler)
         shape, fan = self._shape(law)
+        if scores.step is not None:
+            return fill_by_steps(roots, scores, shape, fan, where, sampler)
         slots = torch.arange(law.mass.shape[1], device=roots.device)[None]
         drawn = sampler.draw_several(law, fan, Stream.DRAFT, where.requests, Noise.at(where.index, slots))
-        tokens = torch.cat([roots[:, None], shape.fill(drawn)], dim=1)
-        return Draft(tokens, self.drawn, parents=shape.parents, live=shape.live & possible(shape, law), law=law)
+        possible = shape.ranks[:, 1:] < shape.fill((law.mass > 0.0).sum(-1, keepdim=True).expand(drawn.shape))
+        return Draft(
+            torch.cat([roots[:, None], shape.fill(drawn)], dim=1),
+            self.drawn,
+            parents=shape.parents,
+            live=shape.live & everywhere(possible, shape.parents),
+            law=law,
+            signals=scores.signals,
+        )
 
     def _shape(self, law: Law) -> tuple[Shape, int]:
         """The tree of every row, and the most children that a node has."""
@@ -78,9 +89,44 @@ class SampledTree(DraftBuilder):
         return best_first(values.log(), budget), values.shape[-1]
 
 
-def possible(shape: Shape, law: Law) -> Bool[Tensor, "B N"]:
-    """Which nodes hold a token that could be drawn: a law of two tokens fills two children, whatever the shape."""
-    counts = (law.mass > 0.0).sum(-1)
-    filled = shape.ranks < counts.gather(1, (shape.depths - 1).clamp_min(0))
-    filled[:, 0] = True
-    return along_paths(filled, shape.parents)
+def everywhere(possible: Bool[Tensor, "B n"], parents: Int[Tensor, "B N"]) -> Bool[Tensor, "B N"]:
+    """Which nodes hold a token that could be drawn, as all above them: a law of two tokens fills two children only."""
+    return along_paths(torch.cat([torch.ones_like(possible[:, :1]), possible], dim=1), parents)
+
+
+def fill_by_steps(
+    roots: Int[Tensor, " B"], scores: Scores, shape: Shape, fan: int, where: Round, sampler: Sampler
+) -> Draft:
+    """Tokens for a fixed shape, depth by depth: the children of a node are drawn from the law after its own path."""
+    step, state = as_steps(scores), scores.state
+    tokens = roots[:, None].expand(shape.parents.shape)
+    possible = torch.ones_like(shape.live)
+    lane = torch.zeros_like(shape.parents)  # of each node, among those of its depth
+    rows = torch.zeros_like(shape.parents)
+    laws: list[Law] = []
+    for depth, nodes in enumerate(shape.levels()):
+        if depth:
+            state = gather_lanes(state, lane.gather(1, shape.parents.gather(1, nodes)))
+        index = torch.arange(nodes.shape[1], device=nodes.device).expand_as(nodes)
+        own = shape.depths == depth
+        lane = torch.where(own, lane.scatter(1, nodes, index), lane)
+        rows = torch.where(own, lane + sum(law.mass.shape[1] for law in laws), rows)
+        after, state = step(state, tokens.gather(1, nodes), depth)
+        laws.append(draft_law(after.logits, after.ids, sampler))
+        drawn = sampler.draw_several(laws[-1], fan, Stream.DRAFT, where.requests, Noise.at(where.index, nodes))
+        below = shape.depths == depth + 1
+        from_lane = torch.where(below, lane.gather(1, shape.parents), 0)
+        tokens = torch.where(
+            below, drawn.flatten(1).gather(1, from_lane * fan + torch.where(below, shape.ranks, 0)), tokens
+        )
+        count = (laws[-1].mass > 0.0).sum(-1)
+        possible = torch.where(below, shape.ranks < count.gather(1, from_lane), possible)
+    return Draft(
+        tokens,
+        "sampled",
+        parents=shape.parents,
+        live=shape.live & everywhere(possible[:, 1:], shape.parents),
+        law=Law.joined(laws),
+        law_row=rows,
+        signals=scores.signals,
+    )

@@ -28,6 +28,23 @@ class Shape:
         at = (self.depths[:, 1:] - 1).clamp_min(0) * values.shape[2] + self.ranks[:, 1:]
         return values.flatten(1).gather(1, at)
 
+    def levels(self) -> list[Int[Tensor, "B W"]]:
+        """For each depth its nodes that have children; rows that have fewer than others are filled up with the root."""
+        rows = zip(self.parents[:, 1:].tolist(), self.depths[:, 1:].tolist(), self.live[:, 1:].tolist(), strict=True)
+        parents: list[dict[int, list[int]]] = []  # of each row: depth -> nodes there that have children
+        for row in rows:
+            nodes: dict[int, dict[int, None]] = {}
+            for parent, depth, live in zip(*row, strict=True):
+                if live:
+                    nodes.setdefault(depth - 1, {})[parent] = None
+            parents.append({depth: list(found) for depth, found in nodes.items()})
+        levels = []
+        for depth in range(1 + max(max(row, default=0) for row in parents)):
+            width = max(len(row.get(depth, ())) for row in parents)
+            filled = [[*row.get(depth, ()), *[0] * (width - len(row.get(depth, ())))] for row in parents]
+            levels.append(torch.tensor(filled, device=self.parents.device))
+        return levels
+
 
 def best_first(log_probs: Float[Tensor, "B D K"], budget: int) -> Shape:
     """The ``budget`` likeliest paths of a row, where depth and rank give the probability (2604.12989, algorithm 1).

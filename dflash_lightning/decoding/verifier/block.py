@@ -74,7 +74,7 @@ def stop_chances(
     whole = beyond + (1.0 - reach[:, 1:])  # in this order: a small Z counts where p is 1
     chances = torch.where(whole > 0.0, beyond / whole, 1.0)
     last = torch.arange(1, num_drafts + 1, device=reach.device) == widths(draft)[:, None]
-    return torch.where(last, reach[:, 1:], chances) * live_nodes(draft)[:, 1:]
+    return torch.where(last, reach[:, 1:], chances).masked_fill(~live_nodes(draft)[:, 1:], 0.0)
 
 
 def left_over(target: Law, law: Law, reach: Float[Tensor, " B"], vocab_size: int) -> Float[Tensor, " B"]:

@@ -39,7 +39,7 @@ def _judge_chain(draft: Draft, law: Law, logits: Float[Tensor, "B N V"], where: 
     slots = torch.arange(law.mass.shape[1], device=logits.device)[None]
     acceptance = acceptance_probability(target.at((slice(None), slice(-1))), law, draft.tokens[:, 1:])
     if draft.live is not None:
-        acceptance = acceptance * draft.live[:, 1:]
+        acceptance = acceptance.masked_fill(~draft.live[:, 1:], 0.0)
     accepted = leading(sampler.accept(acceptance, where.requests, Noise.at(where.index, slots)))
     each = torch.arange(len(accepted), device=accepted.device)
     rejected = law.at((each, accepted.clamp_max(slots.shape[1] - 1))).dense(logits.shape[-1])

@@ -1,0 +1,65 @@
+"""What kept features are computed with: products in bfloat16 take half the time on CPUs that have such arithmetic."""
+
+from __future__ import annotations
+
+import copy
+from typing import Literal
+
+import torch
+
+from dflash_lightning.ops.cpu_speed import bfloat16_is_fast
+from dflash_lightning.ops.packed_linear import pack_linears
+from dflash_lightning.ops.rounded_linear import round_linears
+from dflash_lightning.target import FrozenTarget
+from dflash_lightning.target.families import Anatomy
+
+FeatureProducts = Literal["auto", "bfloat16", "float32"] | None
+_ALLOWED = ("auto", "bfloat16", "float32", None)
+
+
+def check_products(products: FeatureProducts, *, kept: bool) -> None:
+    """Refuse a setting that is unknown, or that nothing would use.
+
+    Raises:
+        ValueError: see there.
+    """
+    if products not in _ALLOWED:
+        raise ValueError(
+            f"data.feature_products: {products!r} is unknown. Use 'auto', 'bfloat16', 'float32' or null (as the target "
+            "is)."
+        )
+    if products is not None and not kept:
+        raise ValueError(
+            "data.feature_products: applies to features that are kept only. Remove it, or set data.cache_features=ram "
+            "or disk."
+        )
+
+
+def with_products(target: FrozenTarget, products: FeatureProducts) -> FrozenTarget:
+    """The target as kept features are computed by it; itself where ``products`` is null.
+
+    Otherwise a copy for features only, which shares embedding and norms and has passed the target's own checks of
+    features and packing. It is given documents one by one: on a CPU they cost less than in a packed row.
+    ``"bfloat16"`` rounds the factors of every product (see ``RoundedLinear``): features then differ by some 4e-3,
+    relative, as they do when they are kept in bfloat16. ``"float32"`` lays the weights out for long rows once, which
+    changes the last bits. ``"auto"`` is the former on CPUs that measure fast in bfloat16, else the latter; it is null
+    off the CPU and for a target that is not float32.
+
+    Raises:
+        ValueError: the copy's features are not the intact model's.
+    """
+    if products == "auto":
+        if target.device.type != "cpu" or target.dtype != torch.float32:
+            return target
+        products = "bfloat16" if bfloat16_is_fast() else "float32"
+    if products is None:
+        return target
+    other, anatomy = copy.copy(target), target.anatomy
+    decoder = (round_linears if products == "bfloat16" else pack_linears)(anatomy.decoder)
+    other.anatomy = Anatomy(decoder, anatomy.layers_name, anatomy.norm_name)
+    other.products = torch.bfloat16 if products == "bfloat16" else target.dtype
+    other._trunks = {}
+    intact = target.run_intact_probe()
+    other.check_features(intact)
+    other.check_packing(intact)
+    return other

@@ -1,0 +1,84 @@
+"""How far the draft's law is from the target's own, slot by slot, over the whole vocabulary."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal, get_args
+
+from jaxtyping import Float
+from torch import Tensor
+
+from dflash_lightning.loss.base import Labels, check_temperature, taught
+from dflash_lightning.loss.slotwise import SlotwiseLoss
+from dflash_lightning.ops.lm_head import JSD, KL, Overlap, Request, Teacher, View
+from dflash_lightning.types import BlockLayout, FeatureSpec
+
+Kind = Literal["forward_kl", "reverse_kl", "jsd"]
+
+
+class Divergence(SlotwiseLoss):
+    """``T^2`` times a divergence of the draft's law q and the target's law p, both at temperature T (in nats).
+
+    ``forward_kl`` is ``sum p log(p / q)``: q must cover whatever p does. ``reverse_kl`` is ``sum q log(q / p)``: q may
+    settle on one of p's modes. ``jsd`` is the mean divergence of both from their mean, at most log 2. The factor keeps
+    gradients of one size whatever T is (Hinton et al., arXiv 1503.02531). With a reduced draft vocabulary p is taken
+    given that the token is one of the draft's.
+    """
+
+    name: ClassVar[str] = "divergence"
+    labels: Labels = "target"
+
+    def __init__(
+        self,
+        *,
+        kind: Kind = "forward_kl",  # which divergence
+        temperature: float | int = 1.0,  # divides the logits of both laws
+        decay: float | int | None = None,  # slots over which the weight falls to 1/e; null weighs all alike
+        coefficient: float | int = 1.0,  # weight of the term in the sum
+        view: str = "main",  # which of the head's distributions is scored
+    ) -> None:
+        super().__init__(decay=decay, coefficient=coefficient, view=view)
+        if kind not in get_args(Kind):
+            raise ValueError(f"loss.kind: {kind!r} is unknown. Use one of {list(get_args(Kind))}.")
+        self.kind: Kind = kind
+        self.temperature = check_temperature(temperature)
+
+    def required(self) -> FeatureSpec:
+        return FeatureSpec(last_hidden=True)
+
+    def per_slot(self, view: View, layout: BlockLayout, teacher: Teacher | None) -> Float[Tensor, "B N K"]:
+        law, temperature = taught(teacher), self.temperature
+        request: Request = JSD(law, temperature)
+        if self.kind != "jsd":
+            request = KL(law, self.kind == "reverse_kl", temperature)
+        (found,) = view.ask(request)
+        return found * temperature**2
+
+
+class TotalVariation(SlotwiseLoss):
+    """``1 - sum_v min(p(v), q(v))``: the chance that a draft of the slot is rejected, between 0 and 1.
+
+    This is half the L1 distance; heads that state the whole L1 distance weigh it twice as much. Its gradient vanishes
+    where p and q share no mass, so it serves beside another term or after one. With a reduced draft vocabulary p stays
+    the whole law, of which the draft cannot reach all.
+    """
+
+    name: ClassVar[str] = "total_variation"
+    labels: Labels = "target"
+
+    def __init__(
+        self,
+        *,
+        temperature: float | int = 1.0,  # divides the logits of both laws: the temperature that decoding will use
+        decay: float | int | None = None,  # slots over which the weight falls to 1/e; null weighs all alike
+        coefficient: float | int = 1.0,  # weight of the term in the sum
+        view: str = "main",  # which of the head's distributions is scored
+    ) -> None:
+        super().__init__(decay=decay, coefficient=coefficient, view=view)
+        self.temperature = check_temperature(temperature)
+
+    def required(self) -> FeatureSpec:
+        return FeatureSpec(last_hidden=True)
+
+    def per_slot(self, view: View, layout: BlockLayout, teacher: Teacher | None) -> Float[Tensor, "B N K"]:
+        (overlap,) = view.ask(Overlap(taught(teacher), temperature=self.temperature))
+        return 1.0 - overlap

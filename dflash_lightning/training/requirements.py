@@ -1,0 +1,60 @@
+"""What loss terms ask of the training data, checked before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+
+from dflash_lightning.loss import LossTerm
+
+
+def check_labels(
+    terms: Mapping[str, LossTerm], why_not_samples: Callable[[float], str | None], *, unknown: bool
+) -> None:
+    """Hold the data to what the terms say of their labels.
+
+    Args:
+        terms: the loss terms by name.
+        why_not_samples: says of a temperature why the responses are no draws from the target's whole law at it; null
+            where nothing speaks against it.
+        unknown: whether nobody knows how some of the responses were made; then there is a warning.
+
+    Raises:
+        ValueError: a term estimates an expectation over draws that the data does not hold.
+    """
+    for name, term in terms.items():
+        if term.labels != "samples":
+            continue
+        if (reason := why_not_samples(term.temperature)) is not None:
+            raise ValueError(
+                f"loss.{name}: needs responses drawn from the target's whole law at temperature {term.temperature:g}, "
+                f"but data.train holds {reason} (its .meta.json says so). Regenerate them at temperature "
+                f"{term.temperature:g} without top_k and top_p, or use another loss."
+            )
+        if unknown:
+            rank_zero_warn(
+                f"loss.{name} needs responses drawn from the target at temperature {term.temperature:g}; nothing says "
+                "how those in data.train were made."
+            )
+
+
+def check_teacher(
+    terms: Mapping[str, LossTerm], kept: str | None, cache_dtype: torch.dtype, target_dtype: torch.dtype
+) -> None:
+    """Refuse a cache of features that rounds the hidden states a loss takes the target's law from.
+
+    Rounding to bfloat16 moves probabilities by a percent, which a drafter would learn. ``kept`` is where features are
+    cached (null: nowhere).
+
+    Raises:
+        ValueError: a term reads the teacher and ``cache_dtype`` cannot hold ``target_dtype``.
+    """
+    asking = [name for name, term in terms.items() if term.required().last_hidden]
+    if asking and kept is not None and torch.promote_types(cache_dtype, target_dtype) != cache_dtype:
+        rounded, exact = (str(dtype).removeprefix("torch.") for dtype in (cache_dtype, target_dtype))
+        raise ValueError(
+            f"data.cache_dtype: {rounded} rounds the target's last hidden states ({exact}), from which "
+            f"loss.{asking[0]} takes the target's law. Set data.cache_dtype to null, or data.cache_features to null."
+        )

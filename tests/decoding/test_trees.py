@@ -1,0 +1,369 @@
+"""Trees of drafts: which nodes they have, which of them stand, and that the text is the target's own."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from dflash_lightning.decoding.builder import BestChain, BestFirstTree, DraftBuilder, SampledChain, SampledTree
+from dflash_lightning.decoding.builder.grow import grow
+from dflash_lightning.decoding.law import Law
+from dflash_lightning.decoding.noise import Noise
+from dflash_lightning.decoding.sampling import Sampler, SamplingSpec
+from dflash_lightning.decoding.types import Draft, Round, Scores
+from dflash_lightning.decoding.verifier import MatchVerifier, RejectionVerifier
+
+# Laws of three slots over four tokens, and the ten best nodes: token, depth, parent, probability of the path.
+M = torch.tensor([[0.58, 0.26, 0.11, 0.05], [0.46, 0.39, 0.10, 0.05], [0.71, 0.15, 0.09, 0.05]])
+BEST = [
+    (0, 1, 0, 0.58),
+    (0, 2, 1, 0.2668),
+    (1, 1, 0, 0.26),
+    (1, 2, 1, 0.2262),
+    (0, 3, 2, 0.189428),
+    (0, 3, 4, 0.160602),
+    (0, 2, 3, 0.1196),
+    (2, 1, 0, 0.11),
+    (1, 2, 3, 0.1014),
+    (0, 3, 7, 0.084916),
+]
+GREEDY = Sampler(SamplingSpec(), Noise(0))
+WARM = Sampler(SamplingSpec(temperature=1.0), Noise(0))
+
+
+def round_of(rows: int, position: int = 0) -> Round:
+    return Round(torch.arange(rows), torch.full((rows,), position), 0)
+
+
+def build(builder: DraftBuilder, logits: Tensor, sampler: Sampler = GREEDY, **scores: object) -> Draft:
+    rows = len(logits)
+    return builder.build(torch.full((rows,), 9), Scores(logits, **scores), round_of(rows), sampler)
+
+
+def nodes_of(draft: Draft, row: int = 0) -> list[tuple[int, int, int]]:
+    """Token, depth and parent of the live nodes but the root."""
+    live = draft.live[row, 1:]
+    columns = (draft.tokens, draft.depth, draft.parents)
+    return list(zip(*(column[row, 1:][live].tolist() for column in columns), strict=True))
+
+
+# --- the best tree --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("budget", [1, 4, 10])
+def test_the_best_nodes_come_in_the_known_order(budget: int) -> None:
+    """``budget`` counts nodes, the root comes on top: a tree of 10 is verified as 11 tokens."""
+    builder = BestFirstTree(budget=budget)
+    draft = build(builder, M.log()[None])
+    assert nodes_of(draft) == [node[:3] for node in BEST[:budget]]
+    assert draft.tokens.shape == (1, budget + 1) and builder.num_nodes(3) == budget
+    assert draft.tokens[0, 0] == 9 and draft.drawn == "delta" and draft.live.all()
+
+
+def test_it_is_the_best_tree_of_its_size() -> None:
+    """Against all 84 paths, and whatever is added to a row of logits."""
+    for seed in range(5):
+        logits = 2 * torch.randn(1, 3, 4, generator=torch.Generator().manual_seed(seed))
+        draft = build(BestFirstTree(budget=20), logits + torch.tensor([5.0, -3.0, 0.0])[:, None])
+        laws = logits[0].double().softmax(-1).tolist()
+        product = {(): 1.0}
+        for path in (p for n in (1, 2, 3) for p in itertools.product(range(4), repeat=n)):
+            product[path] = product[path[:-1]] * laws[len(path) - 1][path[-1]]
+        del product[()]
+        paths: list[tuple[int, ...]] = [()]
+        for token, _, parent in nodes_of(draft):
+            paths.append((*paths[parent], token))
+        assert len({*paths}) == 21
+        assert {*paths[1:]} == {*sorted(product, key=product.get, reverse=True)[:20]}
+        found = [product[path] for path in paths[1:]]
+        assert found == sorted(found, reverse=True)
+        assert sum(found) == pytest.approx(sum(sorted(product.values())[-20:]))
+
+
+def test_among_equals_low_ranks_and_short_paths_come_first() -> None:
+    """All tokens equally likely in two slots, certain in the third; equal tokens rank by their ids."""
+    half = torch.tensor([[[0.5, 0.5, 0.0], [0.5, 0.5, 0.0], [0.0, 0.0, 1.0]]]).log()
+    assert nodes_of(build(BestFirstTree(budget=8), half)) == [
+        (0, 1, 0),  # ranks (0)
+        (1, 1, 0),  # (1)
+        (0, 2, 1),  # (0, 0)
+        (2, 3, 3),  # (0, 0, 0)
+        (1, 2, 1),  # (0, 1)
+        (2, 3, 5),  # (0, 1, 0)
+        (0, 2, 2),  # (1, 0)
+        (2, 3, 7),  # (1, 0, 0)
+    ]
+
+
+def test_a_null_budget_is_as_many_nodes_as_a_chain_has() -> None:
+    draft = build(BestFirstTree(), M.log()[None])
+    assert nodes_of(draft) == [node[:3] for node in BEST[:3]] and BestFirstTree().num_nodes(7) == 7
+
+
+def test_nodes_beyond_all_paths_are_dead_and_hang_under_the_root() -> None:
+    """Two slots of two tokens have six paths; impossible tokens are no nodes either."""
+    for logits, count in ((torch.zeros(1, 2, 2), 6), (torch.tensor([[[0.0, -torch.inf], [0.0, 0.0]]]), 3)):
+        draft = build(BestFirstTree(budget=9), logits)
+        assert draft.live.sum() == count + 1 and draft.tokens.shape == (1, 10)
+        assert not draft.parents[0, count + 1 :].any() and draft.live[0, : count + 1].all()
+
+
+def test_reduced_vocabularies_and_candidates_of_each_slot_give_the_targets_ids() -> None:
+    ids = torch.tensor([7, 3, 11, 5])
+    of_slots = torch.stack([ids, ids + 20, ids + 40])[None]
+    for builder, sampler in ((BestFirstTree(budget=6), GREEDY), (SampledTree(budget=6), WARM), (BestChain(), GREEDY)):
+        plain = build(builder, M.log()[None], sampler)
+        reduced = build(builder, M.log()[None], sampler, ids=ids)
+        candidates = build(builder, M.log()[None], sampler, ids=of_slots)
+        assert torch.isin(reduced.tokens[0, 1:], ids).all()
+        if builder.drawn == "delta":  # draws hang on the ids
+            assert reduced.tokens[0, 1:].tolist() == ids[plain.tokens[0, 1:]].tolist()
+            offset = 20 * (plain.depth[0, 1:] - 1)
+            assert candidates.tokens[0, 1:].tolist() == (ids[plain.tokens[0, 1:]] + offset).tolist()
+        else:
+            law = reduced.law.dense(12)
+            torch.testing.assert_close(law[..., ids], M[None])
+            assert float(law.sum()) == pytest.approx(3)
+            assert torch.isin(candidates.tokens[0, 1:] - 20 * (candidates.depth[0, 1:] - 1), ids).all()
+
+
+# --- grown depth by depth -------------------------------------------------------------------------------------------
+
+# Child logits are a row of the depth plus a row of the parent's token.
+BASE = torch.tensor([[1.0, 0.5, 0.0], [0.8, 0.6, 0.2], [0.3, 0.9, 0.1]])
+AFTER = torch.tensor([[0.0, 1.0, -0.5], [0.8, -0.4, 0.2], [-0.3, 0.3, 0.6]])
+
+
+def sequential(rows: int = 1) -> Scores:
+    """The toy as a proposer with a step; its state counts depths, to see that lanes keep theirs."""
+
+    def step(state: Tensor, tokens: Tensor, depth: int) -> tuple[Scores, Tensor]:
+        assert (state == depth).all() and state.shape == tokens.shape
+        return Scores(BASE[depth] + AFTER[tokens]), state + 1
+
+    return Scores(BASE.expand(rows, -1, -1), state=torch.zeros(rows, 1), step=step)
+
+
+def test_trees_of_a_sequential_law_are_the_best_under_it() -> None:
+    """Budget 6: the true mass of the nodes is 1.907561; under marginals it would be 1.686548."""
+    draft = BestFirstTree(budget=6).build(torch.tensor([0]), sequential(), round_of(1), GREEDY)
+    product, laws = {(0,): 1.0}, (BASE[:, None] + AFTER).softmax(-1)  # depth, parent, token
+    for path in ((0, *p) for n in (1, 2, 3) for p in itertools.product(range(3), repeat=n)):
+        product[path] = product[path[:-1]] * float(laws[len(path) - 2, path[-2], path[-1]])
+    paths = [(0,)]
+    for token, _, parent in nodes_of(draft):
+        paths.append((*paths[parent], token))
+    assert sum(product[path] for path in paths[1:]) == pytest.approx(1.907561, abs=1e-6)
+    del product[(0,)]
+    assert paths[1:] == sorted(product, key=product.get, reverse=True)[:6]
+
+
+def test_growing_gives_the_heaps_tree() -> None:
+    """Any laws, where no two paths are equally likely; and rows of a batch do not know of each other."""
+    logits = 2 * torch.randn(4, 3, 5, generator=torch.Generator().manual_seed(0))
+    for budget in (1, 3, 12, 40):
+        heap = build(BestFirstTree(budget=budget), logits)
+        pool = grow(torch.zeros(4, dtype=torch.long), Scores(logits), widths=[budget] * 3, branch=budget)
+        tokens, parents, live = pool.best(budget)
+        assert live.all()
+        assert torch.equal(tokens, heap.tokens[:, 1:]) and torch.equal(parents, heap.parents[:, 1:])
+
+
+def test_chains_follow_a_sequential_law() -> None:
+    """Greedy chain 1, 0, 1; a drawn one is drawn from the laws that it declares."""
+    assert BestChain().build(torch.tensor([0]), sequential(), round_of(1), GREEDY).tokens.tolist() == [[0, 1, 0, 1]]
+    n = 50
+    draft = SampledChain().build(torch.zeros(n, dtype=torch.long), sequential(n), round_of(n), WARM)
+    expected = (BASE + AFTER[draft.tokens[:, :-1]]).softmax(-1)
+    torch.testing.assert_close(draft.law.dense(3), expected)
+    assert len(draft.tokens[:, 1:].unique(dim=0)) > 10
+
+
+def test_sampled_trees_of_a_sequential_law_declare_the_law_of_every_node() -> None:
+    n = 20
+    for builder in (SampledTree(branching=[2, 2, 1]), SampledTree(budget=9)):
+        draft = builder.build(torch.zeros(n, dtype=torch.long), sequential(n), round_of(n), WARM)
+        inner = (draft.parents[..., None, :] == torch.arange(draft.tokens.shape[1])[:, None]).any(-1)
+        expected = (BASE[draft.depth.clamp_max(2)] + AFTER[draft.tokens]).softmax(-1)
+        law = draft.law.dense(3).gather(1, draft.law_row[..., None].expand(-1, -1, 3))
+        torch.testing.assert_close(law[inner], expected[inner])
+        assert draft.live.all() or builder.budget
+
+
+# --- sampled trees --------------------------------------------------------------------------------------------------
+
+
+def test_a_tree_with_one_child_everywhere_is_the_chain() -> None:
+    logits = torch.randn(6, 3, 8, generator=torch.Generator().manual_seed(0))
+    tree, chain = build(SampledTree(branching=[1, 1, 1]), logits, WARM), build(SampledChain(), logits, WARM)
+    assert torch.equal(tree.tokens, chain.tokens) and torch.equal(tree.law.mass, chain.law.mass)
+    target = torch.randn(6, 4, 8, generator=torch.Generator().manual_seed(1))
+    target[:, :3] = 0.7 * logits + 0.3 * target[:, :3]
+    for verifier in (MatchVerifier(), RejectionVerifier()):
+        one = verifier.verify(tree, target, round_of(6), WARM)
+        other = verifier.verify(chain, target, round_of(6), WARM)
+        assert torch.equal(one.accepted, other.accepted) and torch.equal(one.following, other.following)
+        assert torch.equal(one.path, torch.arange(4).expand(6, 4) * (torch.arange(4) <= one.accepted[:, None]))
+        assert torch.equal(one.offered, (one.accepted + 1).clamp_max(3))
+        assert len(one.accepted.unique()) > 1
+
+
+@pytest.mark.parametrize("settings", [{"branching": [3, 2, 1]}, {"budget": 12}], ids=str)
+def test_the_shape_does_not_hang_on_what_is_drawn(settings: dict) -> None:
+    """The same laws in many rounds: other tokens, one shape, siblings different from one another."""
+    logits = (2 * torch.randn(1, 3, 8, generator=torch.Generator().manual_seed(0))).expand(40, -1, -1)
+    builder = SampledTree(**settings)
+    draft = build(builder, logits, WARM)
+    assert draft.tokens.shape[1] - 1 == builder.num_nodes(3) == (15 if "branching" in settings else 12)
+    for column in (draft.parents, draft.live, draft.depth):
+        assert (column == column[0]).all()
+    assert len(draft.tokens.unique(dim=0)) > 20
+    for a, b in itertools.combinations(range(1, draft.tokens.shape[1]), 2):
+        if draft.parents[0, a] == draft.parents[0, b]:
+            assert (draft.tokens[:, a] != draft.tokens[:, b]).all()
+
+
+def test_a_law_of_two_tokens_has_two_children() -> None:
+    sampler = Sampler(SamplingSpec(temperature=1.0, top_k=2), Noise(0))
+    draft = build(SampledTree(branching=[3, 3]), torch.randn(5, 2, 8), sampler)
+    assert draft.live.sum(1).tolist() == [1 + 2 + 4] * 5
+    parents_live = draft.live.gather(1, draft.parents)
+    assert not (draft.live & ~parents_live).any()
+
+
+# --- which nodes stand ----------------------------------------------------------------------------------------------
+
+
+def hand_made(**changes: object) -> Draft:
+    """Root 9; children 1, 2, 3; under 2 the children 4, 5; under 5 the child 6."""
+    settings = {
+        "tokens": torch.tensor([[9, 1, 2, 3, 4, 5, 6]]),
+        "parents": torch.tensor([[0, 0, 0, 0, 2, 2, 5]]),
+        "drawn": "delta",
+        **changes,
+    }
+    return Draft(**settings)
+
+
+@pytest.mark.parametrize(
+    ("own", "dead", "accepted", "path", "following", "offered"),
+    [
+        ([2, 0, 5, 0, 0, 6, 8], [], 3, [0, 2, 5, 6], 8, 3),
+        ([2, 0, 5, 0, 0, 7, 8], [], 2, [0, 2, 5], 7, 3),
+        ([2, 0, 0, 0, 0, 6, 8], [], 1, [0, 2], 0, 2),
+        ([7, 0, 5, 0, 0, 6, 8], [], 0, [0], 7, 1),
+        ([3, 0, 5, 6, 0, 6, 8], [], 1, [0, 3], 6, 1),
+        ([2, 0, 5, 0, 0, 6, 8], [6], 2, [0, 2, 5], 6, 2),
+        ([2, 0, 5, 0, 0, 6, 8], [2, 4, 5, 6], 0, [0], 2, 1),
+        ([2, 0, 5, 0, 0, 6, 8], [1, 2, 3, 4, 5, 6], 0, [0], 2, 0),
+    ],
+)
+def test_the_walk_follows_the_targets_own_tokens(own, dead, accepted, path, following, offered) -> None:
+    live = torch.ones(1, 7, dtype=torch.bool)
+    live[0, dead] = False
+    logits = torch.nn.functional.one_hot(torch.tensor([own]), 10).float()
+    verdict = MatchVerifier().verify(hand_made(live=live), logits, round_of(1), GREEDY)
+    assert int(verdict.accepted) == accepted and int(verdict.following) == following
+    assert verdict.path[0, : accepted + 1].tolist() == path and int(verdict.offered) == offered
+    assert verdict.path.shape == (1, 4)  # the draft is three deep
+    law = Law(torch.full((1, 4, 10), 0.1))
+    judged = RejectionVerifier().verify(hand_made(live=live, drawn="sampled", law=law), logits, round_of(1), GREEDY)
+    for name in ("accepted", "following", "path", "offered"):
+        assert torch.equal(getattr(judged, name), getattr(verdict, name)), name
+
+
+def next_logits(text: list[int]) -> Tensor:
+    """A target of ten tokens whose law hangs on its last three."""
+    generator = torch.Generator().manual_seed(sum(31**i * token for i, token in enumerate(text[-3:])) + 7)
+    return 2 * torch.randn(10, generator=generator)
+
+
+def decode(prompts: list[list[int]], builder: DraftBuilder | None, verifier, sampler: Sampler) -> tuple[list, list]:
+    """Texts of 30 tokens more, and how many drafts each round accepted; the drafter knows half of the target."""
+    texts, accepted = [list(prompt) for prompt in prompts], []
+    generator = torch.Generator().manual_seed(5)
+    requests, index = torch.arange(len(prompts)), 0
+    for text, request in zip(texts, requests, strict=True):
+        own = sampler.choose(next_logits(text)[None, None], request[None], torch.tensor([[len(text)]]))
+        text.append(int(own))
+    while min(len(text) - len(prompt) for text, prompt in zip(texts, prompts, strict=True)) < 30:
+        guess = []
+        for text in texts:
+            ahead = list(text)
+            for _ in range(4):
+                ahead.append(int(next_logits(ahead).argmax()))
+            guess.append(torch.stack([next_logits(ahead[: len(text) + d]) for d in range(4)]))
+        noisy = torch.stack(guess) + 1.5 * torch.randn(len(texts), 4, 10, generator=generator)
+        roots = torch.tensor([text[-1] for text in texts])
+        where = Round(requests, torch.tensor([len(text) - 1 for text in texts]), index)
+        draft = (
+            Draft(roots[:, None], "delta") if builder is None else builder.build(roots, Scores(noisy), where, sampler)
+        )
+        logits = torch.stack([torch.stack(laws_at(draft, b, text)) for b, text in enumerate(texts)])
+        verdict = verifier.verify(draft, logits, where, sampler)
+        path = torch.arange(draft.tokens.shape[1]).expand_as(draft.tokens) if verdict.path is None else verdict.path
+        for b, text in enumerate(texts):
+            count = int(verdict.accepted[b])
+            text += [*draft.tokens[b, path[b, 1 : count + 1]].tolist(), int(verdict.following[b])]
+        accepted += verdict.accepted.tolist()
+        index += 1
+    return [text[: len(prompt) + 30] for text, prompt in zip(texts, prompts, strict=True)], accepted
+
+
+def laws_at(draft: Draft, row: int, text: list[int]) -> list[Tensor]:
+    """Logits after every node of one row; a node sees the text and its own path."""
+    texts = [text]
+    for k in range(1, draft.tokens.shape[1]):
+        parent = k - 1 if draft.parents is None else int(draft.parents[row, k])
+        texts.append([*texts[parent], int(draft.tokens[row, k])])
+    return [next_logits(one) for one in texts]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_matched_trees_write_what_plain_decoding_writes(temperature: float) -> None:
+    """Token for token, at temperature 0 and with keyed noise above it; ragged prompts, alone and together."""
+    sampler = Sampler(SamplingSpec(temperature=temperature, top_k=6 if temperature else None), Noise(3))
+    prompts = [[1, 2], [3], [4, 5, 6, 7]]
+    plain, _ = decode(prompts, None, MatchVerifier(), sampler)
+    counts: dict[str, float] = {}
+    for builder in (BestChain(), BestFirstTree(budget=8), SampledTree(branching=[2, 2]), SampledTree(budget=6)):
+        texts, accepted = decode(prompts, builder, MatchVerifier(), sampler)
+        assert texts == plain, type(builder)
+        assert {0, 1, 2} <= {*accepted}
+        counts[builder.name] = sum(accepted) / len(accepted)
+    assert counts["best_first_tree"] > counts["best_chain"]
+
+
+def test_rejection_at_temperature_0_is_the_longest_match() -> None:
+    prompts = [[1, 2], [3], [4, 5, 6, 7]]
+    plain, _ = decode(prompts, None, MatchVerifier(), GREEDY)
+    for builder in (SampledTree(branching=[2, 2]), SampledChain()):
+        assert decode(prompts, builder, RejectionVerifier(), GREEDY)[0] == plain
+
+
+# --- settings -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: BestFirstTree(budget=0), r"decoding\.builder\.budget: 0 leaves no draft. Use 1 or more"),
+        (lambda: SampledTree(budget=-1), r"decoding\.builder\.budget: -1 leaves no draft"),
+        (lambda: SampledTree(branching=[]), r"decoding\.builder\.branching: \[\] is no tree. .* for example"),
+        (lambda: SampledTree(branching=[2, 0]), r"decoding\.builder\.branching: \[2, 0\] is no tree"),
+        (lambda: SampledTree(budget=3, branching=[2]), r"both fix the shape .* Set one of them to null"),
+    ],
+)
+def test_trees_without_drafts_are_refused(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_builders_are_made_again_from_their_settings() -> None:
+    for builder in (BestFirstTree(budget=5), SampledTree(branching=[2, 1]), SampledTree(budget=4), BestFirstTree()):
+        again = DraftBuilder.from_settings(builder.name, builder.settings())
+        assert type(again) is type(builder) and again.settings() == builder.settings()
