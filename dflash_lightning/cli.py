@@ -158,6 +158,12 @@ def _show(args: argparse.Namespace) -> int:
     return show(args.recipe, args.overrides, everything=args.all)
 
 
+def _new(args: argparse.Namespace) -> int:
+    from dflash_lightning.commands.new import new
+
+    return new(args)
+
+
 def _smoke(args: argparse.Namespace) -> int:
     from dflash_lightning.commands.smoke import smoke
 
@@ -181,5 +187,6 @@ _RUN: dict[str, Callable[[argparse.Namespace], int]] = {
     "check": _check_export,
     "show": _show,
     "recipes": _recipes,
+    "new": _new,
     "smoke": _smoke,
 }

@@ -9,7 +9,7 @@ from dflash_lightning import __version__
 from dflash_lightning.commands.argument_types import count as _count
 from dflash_lightning.commands.argument_types import ids as _ids
 from dflash_lightning.commands.argument_types import mapping as _mapping
-from dflash_lightning.commands.grammar_develop import SMOKE, add_smoke_arguments
+from dflash_lightning.commands.grammar_develop import NEW, SMOKE, add_new_arguments, add_smoke_arguments
 from dflash_lightning.commands.shared_arguments import (
     DRAFT_HELP,
     TARGET_HELP,
@@ -64,6 +64,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_check(commands)
     _add_show(commands)
     _add_recipes(commands)
+    add_new_arguments(_add(commands, "new", *NEW))
     add_smoke_arguments(_add(commands, "smoke", *SMOKE))
     return parser
 
