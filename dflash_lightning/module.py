@@ -186,7 +186,7 @@ class DraftModule(LightningModule):
         if features is None:
             features = self.target.features(batch.input_ids, batch.position_ids, self.required(), packed=batch.packed)
         hidden = self.draft_model.block_hidden(
-            self.target.embed(layout.input_ids), layout, features, batch.position_ids
+            self.target.embed(layout.input_ids), layout, features, batch.position_ids, self._lm
         )
         return self.draft_model.outputs(hidden, layout, self._lm), features
 

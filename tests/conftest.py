@@ -240,7 +240,7 @@ def fit_to(draft: DraftModel, target: FrozenTarget, ids: torch.Tensor, *, prompt
     features = target.features(ids, positions, draft.required())
     optimizer = torch.optim.Adam(draft.train().parameters(), lr=1e-2)
     for _ in range(40):
-        hidden = draft.block_hidden(target.embed(layout.input_ids), layout, features, positions)
+        hidden = draft.block_hidden(target.embed(layout.input_ids), layout, features, positions, target.lm)
         loss = torch.nn.functional.cross_entropy(target.lm.logits(hidden[scored]), layout.labels[scored])
         optimizer.zero_grad()
         loss.backward()

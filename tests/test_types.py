@@ -52,6 +52,54 @@ def test_layers_that_the_features_do_not_hold_are_named() -> None:
         features.select((3, 0))
 
 
+def _features() -> TargetFeatures:
+    ids = torch.tensor([[5, 6, 7, 8], [1, 2, 3, 4]])
+    states = torch.arange(2 * 4 * 2 * 3).view(2, 4, 2, 3).float()
+    return TargetFeatures((4, 1), states, states[:, :, 0] + 0.5, ids)
+
+
+def test_the_token_after_a_row_follows_from_the_tokens_and_behind_the_last_kept_row_from_the_loop() -> None:
+    features = _features()
+    assert features.next_ids is not None
+    assert features.next_ids.tolist() == [[6, 7, 8, 0], [2, 3, 4, 0]]
+    told = features.with_next(torch.tensor([4, 2]), torch.tensor([70, 71]))
+    assert told.next_ids is not None
+    assert told.next_ids.tolist() == [[6, 7, 8, 70], [2, 71, 4, 0]]
+    assert features.next_ids.tolist() == [[6, 7, 8, 0], [2, 3, 4, 0]]
+    assert TargetFeatures((4, 1), features.hidden).next_ids is None
+
+
+def test_rows_of_a_path_are_a_run_of_their_own() -> None:
+    """Nodes 0, 2 and 3 of the first row, 0, 1 and 3 of the second: what follows a token is the next node's."""
+    features = _features()
+    path = torch.tensor([[0, 2, 3], [0, 1, 3]])
+    taken = features.take(path)
+    assert taken.ids is not None and taken.next_ids is not None and taken.last_hidden is not None
+    assert taken.ids.tolist() == [[5, 7, 8], [1, 2, 4]] and taken.next_ids.tolist() == [[7, 8, 0], [2, 4, 0]]
+    assert features.last_hidden is not None
+    for b, nodes in enumerate(path.tolist()):
+        assert torch.equal(taken.hidden[b], features.hidden[b, nodes])
+        assert torch.equal(taken.last_hidden[b], features.last_hidden[b, nodes])
+
+
+def test_every_tensor_of_a_record_goes_through_every_move() -> None:
+    """One that is dropped anywhere is missing here."""
+    features = _features()
+    names = {"hidden", "last_hidden", "ids", "next_ids"}
+    halves = features.to(torch.float16)
+    taken = features.take(torch.tensor([[1], [2]]))
+    moved = {"map": features.map(torch.clone), "rows": features.rows(1, 3), "take": taken, "to": halves}
+    for how, record in moved.items():
+        assert record.tensors().keys() == names, how
+    assert {name for name, x in halves.tensors().items() if x.dtype == torch.float16} == {"hidden", "last_hidden"}
+    room = TargetFeatures.empty(FeatureSpec((1,), True), (2, 4), 3, dtype=torch.float64, tokens=True)
+    room.rows(1, 3).copy_(features.rows(1, 3))
+    assert torch.equal(room.hidden[:, 1:3], features.select((1,))[:, 1:3].double())
+    assert room.ids is not None and features.ids is not None and torch.equal(room.ids[:, 1:3], features.ids[:, 1:3])
+    with pytest.raises(ValueError, match=r"features hold no \['ids', 'last_hidden', 'next_ids'\]"):
+        room.copy_(TargetFeatures((4, 1), features.hidden))
+
+
 def test_totals_of_parts_add_up_and_survive_the_all_reduce_vector() -> None:
     one = SlotTotals(torch.tensor([0.0, 3, 2]), torch.tensor([0.0, 3, 1]), torch.tensor(3.0), torch.tensor(2.0))
     two = SlotTotals(torch.tensor([0.0, 1, 0]), torch.tensor([0.0, 1, 0]), torch.tensor(1.0), torch.tensor(1.0))

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from typing import ClassVar
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from dflash_lightning.component import Component
 from dflash_lightning.draft_config import DraftConfig
-from dflash_lightning.ops.context import ContextState, DraftCache
+from dflash_lightning.ops.context import ContextState, make_kv_cache
+from dflash_lightning.ops.language_head import LanguageHead
 from dflash_lightning.types import BlockLayout, FeatureSpec, TargetFeatures
 
 
@@ -20,9 +23,11 @@ class Conditioning(Component, nn.Module, ABC, axis=True):
     Settings only in the constructor; ``build`` makes the weights. ``prepare`` serves training (all context of a batch
     at once, gradients enabled), ``extend`` serves decoding (a chunk of new rows per round, in place, compiled with
     static shapes: no Python branch on tensor values). Both must give a block the same context: a test holds them
-    together.
+    together. ``provides`` names what its contexts offer beyond ``sources`` and ``slot_inputs``; a drafter may need it.
     """
 
+    provides: ClassVar[frozenset[str]] = frozenset()
+    taps_layers: ClassVar[bool] = True  # whether there is nothing to read without target layers
     target_layer_ids: list[int] | None
 
     @abstractmethod
@@ -35,22 +40,37 @@ class Conditioning(Component, nn.Module, ABC, axis=True):
 
     @abstractmethod
     def required(self) -> FeatureSpec:
-        """Target features that ``prepare`` and ``extend`` read; known after ``build``."""
+        """Target features that ``prepare`` and ``extend`` read besides tokens; known after ``build``."""
 
     @abstractmethod
-    def prepare(self, features: TargetFeatures, position_ids: Int[Tensor, "B S"], layout: BlockLayout) -> ContextState:
-        """Context of a training batch."""
+    def prepare(
+        self, features: TargetFeatures, position_ids: Int[Tensor, "B S"], layout: BlockLayout, lm: LanguageHead
+    ) -> ContextState:
+        """Context of a training batch; ``lm`` embeds tokens."""
+
+    def make_cache(
+        self, config: DraftConfig, *, batch_size: int, num_rows: int, dtype: torch.dtype, device: torch.device
+    ) -> dict[str, Tensor]:
+        """Static buffers that ``extend`` keeps the context in: keys and values per draft layer unless it is overridden.
+
+        ``num_rows`` is the longest context plus the most rows that are taken in at once.
+        """
+        shape = (batch_size, num_rows, config.num_key_value_heads, config.head_dim)
+        return make_kv_cache(config.num_hidden_layers, shape, dtype=dtype, device=device)
 
     @abstractmethod
     def extend(
         self,
-        hidden: Float[Tensor, "B R T H"],
+        features: TargetFeatures,
+        first: Int[Tensor, " B"],
         keep: Int[Tensor, " B"],
-        cache: DraftCache,
+        cache: dict[str, Tensor],
+        lm: LanguageHead,
     ) -> ContextState:
-        """Append the first ``keep[b]`` of ``R`` new rows (positions ``cursor[b] ..``) and return the context so far.
+        """Append ``R`` new rows at positions ``first[b] ..``, of which ``keep[b]`` count; returns the context so far.
 
-        ``cache.cursor`` is moved by ``keep`` before the state is used: the state's visible rows are those ``< cursor``.
+        A block sees the rows before ``first + keep``, and stands there. What follows is overwritten by the next call.
+        ``keep`` may be 0: then the context is that of the call before.
         """
 
     def states(self, hidden: Float[Tensor, "B R T Ht"]) -> Float[Tensor, "B R H"]:
@@ -65,10 +85,10 @@ class Conditioning(Component, nn.Module, ABC, axis=True):
         )
 
     def warm_start_layers(self, num_target_layers: int, *, with_drafter: bool) -> list[int]:
-        """Target decoder layers whose weights ``warm_start`` wants to see; none of them means a start at random.
+        """Target decoder layers whose weights ``warm_start`` wants to see, known after ``build``.
 
-        Known after ``build``. ``with_drafter`` says whether the drafter starts from the target: a conditioning may wish
-        the same, or its own.
+        With none it is not called, and all weights start at random. ``with_drafter`` says whether the drafter starts
+        from the target; a conditioning may wish the same or not.
         """
         return []
 

@@ -55,9 +55,10 @@ class DraftData(LightningDataModule):
             Use the same in evaluation.
         cache_features: ``"ram"`` keeps the features of all documents in memory, ``"disk"`` in files that later runs and
             other ranks share; null computes them for every batch.
-        cache_dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``; null keeps the target's dtype.
         feature_products: what kept features are computed with: ``"bfloat16"``, ``"float32"``, null (as the target) or
             ``"auto"``: the first where this CPU measures fast, else the second (see ``data.features.products``).
+        cache_dtype: of the hidden states in the cache: ``"float32"``, ``"bfloat16"`` or ``"float16"``; null keeps the
+            target's dtype. The states that teach the drafter always keep it.
         features_folder: where ``"disk"`` keeps them, in a folder per data, target and layers; null is
             ``~/.cache/dflash_lightning/features``.
         limit: read only that many rows of every source that sets no limit itself.
@@ -331,11 +332,8 @@ class DraftData(LightningDataModule):
         if batch.features is None:
             spec = self._binding()[2]
             batch.features = self.target.features(batch.input_ids, batch.position_ids, spec, packed=batch.packed)
-        elif batch.features.hidden.dtype != self.target.dtype:
-            features = batch.features
-            features.hidden = features.hidden.to(self.target.dtype)
-            if features.last_hidden is not None:
-                features.last_hidden = features.last_hidden.to(self.target.dtype)
+        else:
+            batch.features = batch.features.to(self.target.dtype)
         return batch
 
     @property

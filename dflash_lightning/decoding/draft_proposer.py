@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor, nn
 
 from dflash_lightning.decoding.compiled import CANNOT_COMPILE, GraphCounter, warn_uncompiled
@@ -80,9 +80,17 @@ class DraftProposer(Proposer):
         dtype = self.model.dtype
         masks = torch.full((self.batch_size, self.block_size), config.mask_token_id, device=device)
         self.slots = self.target.embed(masks).to(dtype).clone()
-        shape = len(self.required().layer_ids), config.target_hidden_size
-        self.prompt_rows = torch.zeros(self.batch_size, PROMPT_ROWS, *shape, dtype=dtype, device=device)
-        self.round_rows = torch.zeros(self.batch_size, self.num_drafts + 1, *shape, dtype=dtype, device=device)
+        self.prompt_rows, self.round_rows = (
+            TargetFeatures.empty(
+                self.required(),
+                (self.batch_size, rows),
+                config.target_hidden_size,
+                dtype=dtype,
+                tokens=True,
+                device=device,
+            ).map(torch.zero_)
+            for rows in (PROMPT_ROWS, self.num_drafts + 1)
+        )
         self.keep = torch.zeros(self.batch_size, dtype=torch.long, device=device)
 
     def _with_row_products(self) -> DraftModel:
@@ -139,13 +147,13 @@ class DraftProposer(Proposer):
 
     def _make_steps(self) -> None:
         """Two functions of buffers; everything else they read is static too, weights and caches included."""
-        model, cache, first_slot = self.model, self.cache, self.model.alignment.first_slot
+        model, cache, lm, first_slot = self.model, self.cache, self.lm, self.model.alignment.first_slot
 
-        def absorb(rows: Tensor, keep: Tensor) -> None:
-            model.extend_cache(rows, keep, cache)
+        def absorb(rows: TargetFeatures, keep: Tensor) -> None:
+            model.extend_cache(rows, keep, cache, lm)
 
-        def step(slots: Tensor, rows: Tensor, keep: Tensor) -> Tensor:
-            return model.draft_hidden(slots, rows, keep, cache)[:, first_slot:]
+        def step(slots: Tensor, rows: TargetFeatures, keep: Tensor) -> Tensor:
+            return model.draft_hidden(slots, rows, keep, cache, lm)[:, first_slot:]
 
         self._absorb = self.graphs.compile(absorb) if self.compiled else absorb
         self._step = self.graphs.compile(step) if self.compiled else step
@@ -155,11 +163,10 @@ class DraftProposer(Proposer):
     def start(self, features: TargetFeatures, lengths: Int[Tensor, " B"], roots: Int[Tensor, " B"]) -> None:
         assert self._absorb is not None, "warm_up comes before decoding"
         self.cache.cursor.zero_()
-        hidden = features.select(self.required().layer_ids)
-        for begin in range(0, hidden.shape[1], PROMPT_ROWS):
-            self._load(
-                self.prompt_rows, hidden[:, begin : begin + PROMPT_ROWS], (lengths - begin).clamp(0, PROMPT_ROWS)
-            )
+        features = features.with_next(lengths, roots)
+        for begin in range(0, features.hidden.shape[1], PROMPT_ROWS):
+            chunk = features.rows(begin, begin + PROMPT_ROWS)
+            self._load(self.prompt_rows, chunk, (lengths - begin).clamp(0, PROMPT_ROWS))
             self._absorb(self.prompt_rows, self.keep)
         self.keep.zero_()
 
@@ -170,11 +177,12 @@ class DraftProposer(Proposer):
         return self.model.open(hidden, roots, self.lm)
 
     def ingest(self, features: TargetFeatures, keep: Int[Tensor, " B"], verdict: Verdict) -> None:
-        self._load(self.round_rows, features.select(self.required().layer_ids), keep)
+        self._load(self.round_rows, features, keep)
 
-    def _load(self, rows: Tensor, hidden: Float[Tensor, "b r T Ht"], keep: Int[Tensor, " b"]) -> None:
+    def _load(self, rows: TargetFeatures, features: TargetFeatures, keep: Int[Tensor, " b"]) -> None:
         """Put features where the next step reads them. What stands behind ``keep``, or in padding rows, is harmless."""
-        rows[: len(hidden), : hidden.shape[1]].copy_(hidden)
+        batch, count = features.hidden.shape[:2]
+        rows.map(lambda x: x[:batch, :count]).copy_(features)
         self.keep.zero_()
         self.keep[: len(keep)].copy_(keep)
 

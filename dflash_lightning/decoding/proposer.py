@@ -31,7 +31,7 @@ class Proposer(ABC):
     def start(self, features: TargetFeatures, lengths: Int[Tensor, " B"], roots: Int[Tensor, " B"]) -> None:
         """Forget the last batch and take in the prompts: the first ``lengths[b]`` rows of ``features``.
 
-        ``roots`` are the tokens after the prompts, which the prefill gave.
+        ``roots`` are the tokens after them, which the first ``propose`` drafts behind.
         """
 
     @abstractmethod
@@ -43,7 +43,8 @@ class Proposer(ABC):
         """Take in the first ``keep[b]`` rows of what the target computed at the root and the drafts that stand.
 
         ``keep[b]`` is ``verdict.accepted[b] + 1``, fewer where a stop token or a limit cut the round, and 0 for a row
-        that had ended before it. The rows behind are those of tokens that were not committed.
+        that had ended before it. The rows behind are those of tokens that were not committed. ``features.next_ids`` of
+        the last kept row is the root of the next round.
         """
 
 

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from dflash_lightning.component import Component
 from dflash_lightning.draft_config import DraftConfig
 from dflash_lightning.ops.context import ContextState
-from dflash_lightning.types import BlockLayout, TargetFacts
+from dflash_lightning.types import TargetFacts
 
 
 class Drafter(Component, nn.Module, ABC, axis=True):
     """The trainable backbone. Block-local: slots see their own block and the context, never another block.
 
     The same ``forward`` serves training (many blocks per row) and decoding (one block per row, context from a cache).
+    ``needs`` names what it reads of a context beyond ``sources`` and ``slot_inputs`` (see ``Conditioning.provides``).
     """
 
+    needs: ClassVar[frozenset[str]] = frozenset()
     num_layers: int
 
     @abstractmethod
@@ -33,9 +35,9 @@ class Drafter(Component, nn.Module, ABC, axis=True):
 
     @abstractmethod
     def forward(
-        self, slots: Float[Tensor, "B N K H"], layout: BlockLayout, context: ContextState
+        self, slots: Float[Tensor, "B N K H"], positions: Int[Tensor, "B N K"], context: ContextState
     ) -> Float[Tensor, "B N K H"]:
-        """Hidden states after the output norm, ready for the language head."""
+        """Hidden states after the output norm, ready for the language head; slots stand at ``positions``."""
 
     @abstractmethod
     def absorb(self, context: ContextState) -> None:

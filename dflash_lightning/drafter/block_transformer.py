@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from dflash_lightning.draft_config import DraftConfig
@@ -16,7 +16,7 @@ from dflash_lightning.drafter.warm_start import check_source, copy_layer
 from dflash_lightning.ops.context import ContextState
 from dflash_lightning.ops.norm import RMSNorm
 from dflash_lightning.ops.rotary import check_rope, make_rotation
-from dflash_lightning.types import BlockLayout, TargetFacts
+from dflash_lightning.types import TargetFacts
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
@@ -108,16 +108,16 @@ class BlockTransformer(Drafter):
             layer.initialise(std=self.init_std, qk_norm_gain=self.qk_norm_gain)
 
     def forward(
-        self, slots: Float[Tensor, "B N K H"], layout: BlockLayout, context: ContextState
+        self, slots: Float[Tensor, "B N K H"], positions: Int[Tensor, "B N K"], context: ContextState
     ) -> Float[Tensor, "B N K H"]:
-        rotation = make_rotation(layout.position_ids, theta=self._theta, head_dim=self._head_dim, dtype=slots.dtype)
+        rotation = make_rotation(positions, theta=self._theta, head_dim=self._head_dim, dtype=slots.dtype)
         for layer in self.layers:
             slots = layer(slots, rotation, context)
         return self.norm(slots)
 
     def absorb(self, context: ContextState) -> None:
         for layer in self._layers():
-            context.sources(layer.index, layer.self_attn.project_context)
+            context.sources(layer.index, layer.self_attn)
 
     def warm_start_layers(self, num_target_layers: int) -> list[int]:
         if not self.init_from_target:

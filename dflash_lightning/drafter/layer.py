@@ -64,12 +64,18 @@ class BlockSelfAttention(nn.Module):
         v = self.v_proj(states).unflatten(-1, (self.num_kv_heads, self.head_dim))
         return rotate(self.k_norm(k), rotation), v
 
-    def project_context(
+    def project(
         self, states: Float[Tensor, "B R H"], positions: Int[Tensor, "B R"]
     ) -> tuple[Float[Tensor, "B R Hkv D"], Float[Tensor, "B R Hkv D"]]:
-        """Keys and values of context states at absolute ``positions``; the layer's ``ContextProjection``."""
-        rotation = make_rotation(positions, theta=self.theta, head_dim=self.head_dim, dtype=states.dtype)
-        return self.keys_and_values(states, rotation)
+        """Keys and values of context states at absolute ``positions`` (see ``ContextAttention``)."""
+        return self.keys_and_values(states, self._rotation(positions, states.dtype))
+
+    def finish_keys(self, k: Float[Tensor, "B R Hkv D"], positions: Int[Tensor, "B R"]) -> Float[Tensor, "B R Hkv D"]:
+        """Keys that the context projected by itself, with this layer's key norm and rotation."""
+        return rotate(self.k_norm(k), self._rotation(positions, k.dtype))
+
+    def _rotation(self, positions: Int[Tensor, "B R"], dtype: torch.dtype) -> Rotation:
+        return make_rotation(positions, theta=self.theta, head_dim=self.head_dim, dtype=dtype)
 
     def forward(
         self, x: Float[Tensor, "B N K H"], rotation: Rotation, sources: list[KVSource]
@@ -112,7 +118,7 @@ class DraftLayer(nn.Module):
     def forward(
         self, x: Float[Tensor, "B N K H"], rotation: Rotation, context: ContextState
     ) -> Float[Tensor, "B N K H"]:
-        sources = context.sources(self.index, self.self_attn.project_context)
+        sources = context.sources(self.index, self.self_attn)
         x = x + self.self_attn(self.input_layernorm(x), rotation, sources)
         return x + self.mlp(self.post_attention_layernorm(x))
 

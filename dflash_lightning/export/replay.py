@@ -150,7 +150,7 @@ def _first_block(
     with plain_mode(target.device):
         cache = model.make_cache(batch_size=1, max_length=length, chunk_rows=length)
         keep = torch.tensor([length], device=target.device)
-        hidden = model.draft_hidden(target.embed(slots), features.hidden.to(model.dtype), keep, cache)
+        hidden = model.draft_hidden(target.embed(slots), features, keep, cache, lm)
         scores = model.open(hidden[:, alignment.first_slot :], torch.tensor([anchor], device=target.device), lm)
     assert scores.step is None, "an export holds heads that draft every slot on its own"
     logits = scores.logits[0].float().cpu()

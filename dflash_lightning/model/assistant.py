@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache
 
 from dflash_lightning.draft_config import DraftConfig
 from dflash_lightning.model.trio import KNOWN_ELSEWHERE, unknown_elsewhere
-from dflash_lightning.ops.context import ContextProjection, ContextState, KVSource
+from dflash_lightning.ops.context import ContextAttention, ContextState, KVSource
 
 
 @dataclass
@@ -28,8 +28,8 @@ class AssistantContext(ContextState):
     block_size: int
     visible_rows: int | None  # context rows behind any left padding; null where nothing is padded
 
-    def sources(self, layer: int, project: ContextProjection) -> list[KVSource]:
-        k, v = project(self.states, self.positions)
+    def sources(self, layer: int, attention: ContextAttention) -> list[KVSource]:
+        k, v = attention.project(self.states, self.positions)
         if self.cache is not None:
             k, v = (torch.nn.functional.pad(x.transpose(1, 2), (0, 0, 0, self.block_size)) for x in (k, v))
             k, v = self.cache.update(k, v, layer)

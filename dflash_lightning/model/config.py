@@ -36,8 +36,10 @@ def make_draft_config(
     The mask id is only checked against the embedding's rows here; ``target.check_mask_token_id`` knows the tokenizer.
 
     Raises:
-        ValueError: a setting that does not fit this target; the message says which, and what to do.
+        ValueError: a setting that does not fit this target, or parts that do not go together; the message says which,
+            and what to do.
     """
+    check_parts(conditioning, drafter)
     ids = conditioning.target_layer_ids
     if ids is None:
         ids = conditioning.default_layer_ids(facts.num_layers)
@@ -61,6 +63,27 @@ def make_draft_config(
     return config
 
 
+def check_parts(conditioning: Conditioning, drafter: Drafter) -> None:
+    """Refuse a drafter whose conditioning does not offer what it reads.
+
+    Raises:
+        ValueError: names what is missing, and the conditionings that offer it.
+    """
+    missing = drafter.needs - conditioning.provides
+    if missing:
+        able = sorted(name for name, part in Conditioning.registry.items() if drafter.needs <= _provided(part))
+        advice = f"Use one of {able}" if able else "No conditioning does; use another drafter"
+        raise ValueError(
+            f"conditioning: drafter {drafter.name!r} reads {sorted(missing)}, which {conditioning.name!r} does not "
+            f"provide. {advice}."
+        )
+
+
+def _provided(part: type[Component]) -> frozenset[str]:
+    assert issubclass(part, Conditioning)
+    return part.provides
+
+
 def identify(facts: TargetFacts) -> dict[str, Any]:
     """``DraftConfig.target``: which model a drafter was made for."""
     return {
@@ -82,7 +105,7 @@ def check_config(config: DraftConfig) -> None:
     _check_whole_numbers(config)
     missing = [name for name in _POSITIVE if not getattr(config, name)]
     missing += [name for name in _OF_TARGET if getattr(config, name) == 0]
-    if not config.target_layer_ids:
+    if not config.target_layer_ids and _taps_layers(config):
         missing.append("target_layer_ids")
     if config.mask_token_id < 0:
         missing.append("mask_token_id")
@@ -139,6 +162,12 @@ def _check_whole_numbers(config: DraftConfig) -> None:
     wrong += [f"{name} is {stated[name]}" for name in _POSITIVE if type(stated[name]) is int and stated[name] < 0]
     if wrong:
         raise ValueError(f"The drafter's config: {', '.join(wrong)}, but must be a whole number. Correct config.json.")
+
+
+def _taps_layers(config: DraftConfig) -> bool:
+    """Whether the conditioning reads target layers; one that is not known here is refused where it is made."""
+    known = Conditioning.registry.get(config.components.get("conditioning", {}).get("name", ""))
+    return known is None or not issubclass(known, Conditioning) or known.taps_layers
 
 
 def _describe(part: Component) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from dflash_lightning.head import DraftHead, HeadOutput
 from dflash_lightning.model.assistant import AssistantContext, check_assistant, visible_context_rows
 from dflash_lightning.model.config import check_config
 from dflash_lightning.model.files import file_names, load_draft_weights, without_progress_bars, write_folder
-from dflash_lightning.ops.context import DraftCache
+from dflash_lightning.ops.context import ContextState, DraftCache
 from dflash_lightning.ops.lm_head import LanguageHead
 from dflash_lightning.types import Alignment, BlockLayout, FeatureSpec, Scores, TargetFeatures
 
@@ -76,10 +76,11 @@ class DraftModel(PreTrainedModel):
         layout: BlockLayout,
         features: TargetFeatures,
         position_ids: Int[Tensor, "B S"],
+        lm: LanguageHead,
     ) -> Float[Tensor, "B N K H"]:
         """Hidden states of every slot; ``embeddings`` are the target's raw rows of ``layout.input_ids``."""
-        context = self.conditioning.prepare(features, position_ids, layout)
-        return self.drafter(context.slot_inputs(embeddings.to(self.dtype), layout), layout, context)
+        context = self.conditioning.prepare(features, position_ids, layout, lm)
+        return self.drafter(context.slot_inputs(embeddings.to(self.dtype)), layout.position_ids, context)
 
     def outputs(self, hidden: Float[Tensor, "B N K H"], layout: BlockLayout, lm: LanguageHead) -> HeadOutput:
         """What losses and metrics may ask about; ``lm`` as ``head_of`` returns it."""
@@ -89,42 +90,48 @@ class DraftModel(PreTrainedModel):
 
     def make_cache(self, *, batch_size: int, max_length: int, chunk_rows: int) -> DraftCache:
         """An empty context of up to ``max_length`` positions, taken in by at most ``chunk_rows`` rows at a time."""
-        return DraftCache.zeros(
+        tensors = self.conditioning.make_cache(
             self.config,
             batch_size=batch_size,
             num_rows=max_length + chunk_rows,
             dtype=self.dtype,
             device=self.device,
         )
+        return DraftCache(torch.zeros(batch_size, dtype=torch.long, device=self.device), tensors)
 
     def draft_hidden(
         self,
         embeddings: Float[Tensor, "B K H"],
-        hidden: Float[Tensor, "B R T Ht"],
+        features: TargetFeatures,
         keep: Int[Tensor, " B"],
         cache: DraftCache,
+        lm: LanguageHead,
     ) -> Float[Tensor, "B K H"]:
         """Take in ``keep[b]`` of ``R`` new context rows, then run the block whose root stands at the cursor.
 
-        ``hidden`` holds the layers of ``required()`` in that order. Works in place on ``cache``. No Python branch
-        depends on a tensor's value, so it compiles to one static graph.
+        Works in place on ``cache``. No Python branch depends on a tensor's value, so it compiles to one static graph.
         """
-        context = self.conditioning.extend(self._tapped(hidden), keep, cache)
-        layout = _unlabelled_block(cache.cursor[:, None] + torch.arange(embeddings.shape[1], device=self.device))
-        slots = context.slot_inputs(embeddings[:, None].to(self.dtype), layout)
-        return self.drafter(slots, layout, context)[:, 0]
+        context = self._extend(features, keep, cache, lm)
+        positions = cache.cursor[:, None] + torch.arange(embeddings.shape[1], device=self.device)
+        return self.drafter(context.slot_inputs(embeddings[:, None].to(self.dtype)), positions[:, None], context)[:, 0]
 
     def open(self, hidden: Float[Tensor, "B D H"], roots: Int[Tensor, " B"], lm: LanguageHead) -> Scores:
         """What the head thinks of the ``D`` tokens after ``roots``; ``hidden`` are those of the predicting slots."""
         return self.head.open(hidden, roots, lm)
 
-    def extend_cache(self, hidden: Float[Tensor, "B R T Ht"], keep: Int[Tensor, " B"], cache: DraftCache) -> None:
+    def extend_cache(
+        self, features: TargetFeatures, keep: Int[Tensor, " B"], cache: DraftCache, lm: LanguageHead
+    ) -> None:
         """Take in context rows without drafting, for all but the last chunk of a prompt."""
-        self.drafter.absorb(self.conditioning.extend(self._tapped(hidden), keep, cache))
+        self.drafter.absorb(self._extend(features, keep, cache, lm))
 
-    def _tapped(self, hidden: Float[Tensor, "B R T Ht"]) -> Float[Tensor, "B R t Ht"]:
-        """The layers that the conditioning reads, in its own order, out of those of ``required()``."""
-        return TargetFeatures(self.required().layer_ids, hidden).select(self.conditioning.required().layer_ids)
+    def _extend(
+        self, features: TargetFeatures, keep: Int[Tensor, " B"], cache: DraftCache, lm: LanguageHead
+    ) -> ContextState:
+        """The context with the new rows; here, and nowhere else, the cursor moves."""
+        context = self.conditioning.extend(features, cache.cursor.clone(), keep, cache.tensors, lm)
+        cache.cursor.add_(keep)
+        return context
 
     def forward(
         self,
@@ -151,9 +158,9 @@ class DraftModel(PreTrainedModel):
             block_size,
             visible_context_rows(attention_mask, block_size),
         )
-        layout = _unlabelled_block(position_ids[:, -block_size:])
         raw = noise_embeds[:, None].to(self.dtype) / self.config.target.get("embedding_scale", 1.0)
-        hidden = self.drafter(context.slot_inputs(raw, layout), layout, context)[:, 0].to(noise_embeds.dtype)
+        slots, positions = context.slot_inputs(raw), position_ids[:, None, -block_size:]
+        hidden = self.drafter(slots, positions, context)[:, 0].to(noise_embeds.dtype)
         if self.alignment.first_slot == 0:  # the generator drops the first row
             hidden = torch.cat([hidden[:, :1], hidden], dim=1)
         return BaseModelOutput(last_hidden_state=hidden)
@@ -205,28 +212,6 @@ def _make(axis: type, config: DraftConfig, name: str) -> Any:
     part = axis.from_settings(stated["name"], stated["settings"])  # type: ignore[attr-defined]
     part.build(config)
     return part
-
-
-def _unlabelled_block(positions: Int[Tensor, "B K"]) -> BlockLayout:
-    """One block per row at ``positions``, to draft and not to learn from; its context is what the cache holds."""
-    slots = positions[:, None]
-    anchors = slots[..., 0]
-    none = torch.zeros_like(slots, dtype=torch.bool)
-    return BlockLayout(
-        anchors=anchors,
-        keep=torch.ones_like(anchors, dtype=torch.bool),
-        context_start=torch.zeros_like(anchors),
-        context_end=anchors,
-        input_ids=torch.zeros_like(slots),
-        position_ids=slots,
-        predicts=none,
-        label_index=torch.zeros_like(slots),
-        labels=torch.zeros_like(slots),
-        prev_ids=torch.zeros_like(slots),
-        scored=none,
-        valid=none,
-        rows=torch.zeros(0, dtype=torch.long, device=slots.device),
-    )
 
 
 AutoConfig.register(DraftConfig.model_type, DraftConfig, exist_ok=True)

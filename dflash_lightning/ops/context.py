@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-
-from dflash_lightning.draft_config import DraftConfig
-from dflash_lightning.types import BlockLayout
 
 
 @dataclass
@@ -35,42 +31,73 @@ class KVSource:
     masks: dict[Any, Any] | None = None
 
 
-# A drafter layer's own way of turning context states [B, R, H] at positions [B, R] into keys and values
-# [B, R, Hkv, D], keys normed and rotated.
-ContextProjection = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+@runtime_checkable
+class ContextAttention(Protocol):
+    """What the attention of a draft layer offers to the context that the layer reads."""
+
+    def project(
+        self, states: Float[Tensor, "B R H"], positions: Int[Tensor, "B R"]
+    ) -> tuple[Float[Tensor, "B R Hkv D"], Float[Tensor, "B R Hkv D"]]:
+        """Keys and values of ``states`` by the layer's own projections; keys normed and rotated to ``positions``."""
+        ...
+
+    def finish_keys(self, k: Float[Tensor, "B R Hkv D"], positions: Int[Tensor, "B R"]) -> Float[Tensor, "B R Hkv D"]:
+        """Keys that a conditioning projected by itself, normed and rotated as the layer's own are."""
+        ...
 
 
 class ContextState(ABC):
     """What the drafter may read of the target, for one batch. Made by a conditioning, read by every draft layer."""
 
     @abstractmethod
-    def sources(self, layer: int, project: ContextProjection) -> list[KVSource]:
-        """Keys and values that draft layer ``layer`` attends to besides its own block."""
+    def sources(self, layer: int, attention: ContextAttention) -> list[KVSource]:
+        """Keys and values that draft layer ``layer`` attends to besides its own block; empty where there are none."""
 
-    def slot_inputs(self, embeddings: Float[Tensor, "B N K H"], layout: BlockLayout) -> Float[Tensor, "B N K H"]:
+    def slot_inputs(self, embeddings: Float[Tensor, "B N K H"]) -> Float[Tensor, "B N K H"]:
         """What the slots are fed; by default the embeddings of their tokens, unchanged."""
         return embeddings
+
+    def boundary(self) -> Float[Tensor, "B N C"]:
+        """State of the last row that each block sees, zeros where it sees none.
+
+        Only for drafters whose ``needs`` name it: a conditioning without ``"boundary"`` in ``provides`` has none.
+        """
+        raise NotImplementedError(f"{type(self).__name__} keeps no boundary")
 
 
 @dataclass
 class DraftCache:
-    """Static buffers of a decoding batch: projected context keys and values of every draft layer.
+    """What a decoding batch keeps between rounds, in static buffers.
 
-    Row ``j`` of a sequence holds the context at position ``j``; rows ``< cursor`` are real, the others stale. New rows
-    are scattered at ``cursor .. cursor + R - 1`` and the cursor moves by the number kept, so rejected rows are
-    overwritten by the next round. The buffers hold ``max_length + R`` rows.
+    ``cursor[b]`` counts the positions of sequence ``b`` that have been taken in; only the model moves it. ``tensors``
+    belong to the conditioning, which made them (``Conditioning.make_cache``) and alone knows what they hold.
     """
 
-    keys: list[Float[Tensor, "B M Hkv D"]]
-    values: list[Float[Tensor, "B M Hkv D"]]
     cursor: Int[Tensor, " B"]
+    tensors: dict[str, Tensor]
 
-    @classmethod
-    def zeros(
-        cls, config: DraftConfig, *, batch_size: int, num_rows: int, dtype: torch.dtype, device: torch.device
-    ) -> DraftCache:
-        shape = (batch_size, num_rows, config.num_key_value_heads, config.head_dim)
-        layers = range(config.num_hidden_layers)
-        keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in layers]
-        values = [torch.zeros(shape, dtype=dtype, device=device) for _ in layers]
-        return cls(keys, values, torch.zeros(batch_size, dtype=torch.long, device=device))
+
+def make_kv_cache(
+    num_layers: int, shape: tuple[int, int, int, int], *, dtype: torch.dtype, device: torch.device
+) -> dict[str, Tensor]:
+    """Zeros for keys and values of every draft layer; ``shape`` is [B, rows, Hkv, D].
+
+    Row ``j`` of a sequence holds the context at position ``j``; rows from the cursor on are stale.
+    """
+    names = [f"{what}.{layer}" for layer in range(num_layers) for what in ("keys", "values")]
+    return {name: torch.zeros(shape, dtype=dtype, device=device) for name in names}
+
+
+def write_kv(
+    cache: dict[str, Tensor],
+    layer: int,
+    rows: Int[Tensor, "B R"],
+    k: Float[Tensor, "B R Hkv D"],
+    v: Float[Tensor, "B R Hkv D"],
+) -> tuple[Float[Tensor, "B M Hkv D"], Float[Tensor, "B M Hkv D"]]:
+    """Put new keys and values at ``rows`` of the buffers of ``make_kv_cache``; returns the layer's whole buffers."""
+    keys, values = cache[f"keys.{layer}"], cache[f"values.{layer}"]
+    at = torch.arange(rows.shape[0], device=rows.device)[:, None]
+    keys[at, rows] = k.to(keys.dtype)
+    values[at, rows] = v.to(values.dtype)
+    return keys, values

@@ -157,11 +157,7 @@ class TargetAdapter:
         if count > 1:  # the root is in its place already
             first = self.lengths[:, None]
             self._cache.move(first + path[:, 1:count], first + torch.arange(1, count, device=path.device))
-        batch = torch.arange(len(path), device=path.device)[:, None]
-        last = features.last_hidden
-        return TargetFeatures(
-            features.layer_ids, features.hidden[batch, path], None if last is None else last[batch, path]
-        )
+        return features.take(path)
 
     def check_trees(self) -> None:
         """Refuse token trees where the target would judge them wrongly. Call it before decoding starts.
@@ -205,7 +201,7 @@ class TargetAdapter:
         hidden, stacked = self._trunk(
             ids, position_ids=positions, attention_mask=mask, cache=self._cache, use_cache=True
         )
-        return hidden, TargetFeatures(self.spec.layer_ids, stacked, hidden if self.spec.last_hidden else None)
+        return hidden, TargetFeatures(self.spec.layer_ids, stacked, hidden if self.spec.last_hidden else None, ids)
 
     def _logits(self, hidden: Float[Tensor, "*rows H"]) -> Float[Tensor, "*rows V"]:
         return self.lm.activate(self.head(hidden))

@@ -175,15 +175,15 @@ class FrozenTarget:
         *,
         packed: bool | None = None,
     ) -> TargetFeatures:
-        """Hidden states asked for, in the target's own dtype; the forward stops after the last layer needed.
+        """Hidden states asked for, in the target's own dtype, beside the tokens of ``input_ids`` and those after them.
 
-        Documents of a packed row are told apart by ``position_ids`` that restart, and never see one another; ``packed``
-        says whether there are such rows (null looks, which waits for a GPU). Runs without gradients, autocast or cache;
-        the result is made of normal tensors even under ``inference_mode``.
+        The forward stops after the last layer needed; a spec that asks for nothing needs none. Documents of a packed
+        row are told apart by ``position_ids`` that restart, and never see one another; ``packed`` says whether there
+        are such rows (null looks, which waits for a GPU). Runs without gradients, autocast or cache; the result is made
+        of normal tensors even under ``inference_mode``.
 
         Raises:
-            ValueError: the spec asks for nothing or for layers that are not there, or a row goes past the target's
-                ``length_limit``.
+            ValueError: the spec asks for layers that are not there, or a row goes past the target's ``length_limit``.
         """
         with plain_mode(self.device):
             self._check_positions(position_ids)
@@ -200,19 +200,19 @@ class FrozenTarget:
             )
 
     def _features(self, input_ids: Tensor, position_ids: Tensor, spec: FeatureSpec, packed: bool) -> TargetFeatures:
-        trunk = self._trunk(spec)
-        implementation, shape = self.model.config._attn_implementation, input_ids.shape
+        ids, shape = input_ids, input_ids.shape
+        if spec == FeatureSpec():
+            return TargetFeatures((), ids.new_empty(*shape, 0, self.facts.hidden_size, dtype=self.dtype), ids=ids)
+        trunk, implementation = self._trunk(spec), self.model.config._attn_implementation
         mask = None
         if "flash" in implementation:  # tells documents apart by position_ids, but only within one row
             input_ids, position_ids = input_ids.reshape(1, -1), position_ids.reshape(1, -1)
         elif implementation in ("sdpa", "eager") and packed:
             mask = packed_mask(self.model.config, position_ids, self.dtype)
         output, stacked = trunk(input_ids, position_ids=position_ids, attention_mask=mask, use_cache=False)
-        return trunk.features(output.reshape(*shape, -1), stacked.reshape(*shape, *stacked.shape[2:]))
+        return trunk.features(ids, output.reshape(*shape, -1), stacked.reshape(*shape, *stacked.shape[2:]))
 
     def _trunk(self, spec: FeatureSpec) -> Trunk:
-        if not spec.layer_ids and not spec.last_hidden:
-            raise ValueError("features: the spec asks for nothing. Name layer ids, or set last_hidden.")
         if spec not in self._trunks:
             check_layer_ids(spec.layer_ids, self.facts)
             self._trunks[spec] = Trunk(self.anatomy, spec)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from dflash_lightning.ops.shallow_copy import shallow_copy
@@ -50,9 +50,11 @@ class Trunk:
             stacked = output.new_empty(*output.shape[:2], 0, output.shape[-1])
         return output, stacked
 
-    def features(self, output: Float[Tensor, "B S H"], stacked: Float[Tensor, "B S T H"]) -> TargetFeatures:
+    def features(
+        self, ids: Int[Tensor, "B S"], output: Float[Tensor, "B S H"], stacked: Float[Tensor, "B S T H"]
+    ) -> TargetFeatures:
         """The result as values; ``last_hidden`` only when it was asked for (else ``output`` is of an earlier layer)."""
-        return TargetFeatures(self.spec.layer_ids, stacked, output if self.spec.last_hidden else None)
+        return TargetFeatures(self.spec.layer_ids, stacked, output if self.spec.last_hidden else None, ids)
 
     def _make_tap(self, entry: int) -> Any:
         num_taps = len(self.spec.layer_ids)

@@ -5,7 +5,6 @@ import torch
 
 from dflash_lightning.conditioning import KVInjection
 from dflash_lightning.layer_ids import default_layer_ids
-from dflash_lightning.ops.context import DraftCache
 from dflash_lightning.types import FeatureSpec, TargetFeatures
 
 
@@ -66,19 +65,29 @@ def test_features_are_picked_by_layer_id_in_the_configured_order(tiny_target, ma
     part = make_draft(tiny_target, target_layer_ids=[2, 0]).conditioning
     hidden = torch.randn(1, 5, 3, 32)
     features = TargetFeatures((0, 1, 2), hidden)
-    context = part.prepare(features, torch.arange(5)[None], make_layout([[3]], block_size=2))
-    assert torch.equal(context.states, part.states(hidden[:, :, [2, 0]]))
+    context = part.prepare(features, torch.arange(5)[None], make_layout([[3]], block_size=2), tiny_target.lm)
+    assert torch.equal(context.rows.states, part.states(hidden[:, :, [2, 0]]))
+
+
+class Positions:
+    """An attention whose values hold the position that each row was written for."""
+
+    def project(self, states, positions):
+        return states[..., None, :8].expand(-1, -1, 2, 8), positions[..., None, None].float().expand(-1, -1, 2, 8)
+
+    def finish_keys(self, k, positions):
+        return k
 
 
 def test_new_rows_land_at_every_rows_own_cursor_and_stale_ones_are_overwritten(tiny_target, make_draft):
     model = make_draft(tiny_target)
-    cache = DraftCache.zeros(model.config, batch_size=2, num_rows=12, dtype=torch.float32, device=torch.device("cpu"))
-    project = lambda states, positions: (states[..., None, :8], positions[..., None, None].float().expand(-1, -1, 2, 8))  # noqa: E731
+    cache = model.make_cache(batch_size=2, max_length=9, chunk_rows=3)
     for keep in ([3, 1], [2, 3]):
-        context = model.conditioning.extend(torch.randn(2, 3, 2, 32), torch.tensor(keep), cache)
-        (source,) = context.sources(0, project)
+        features = TargetFeatures((0, 2), torch.randn(2, 3, 2, 32))
+        context = model._extend(features, torch.tensor(keep), cache, tiny_target.lm)
+        (source,) = context.sources(0, Positions())
     assert cache.cursor.tolist() == [5, 4]
     assert source.end.tolist() == source.slot_row.tolist() == [[5], [4]]
-    # Values hold the position that each row was written for: rows 0..cursor are their own positions.
+    # Rows 0..cursor are their own positions.
     assert source.v[0, :6, 0, 0].tolist() == [0, 1, 2, 3, 4, 5]
     assert source.v[1, :4, 0, 0].tolist() == [0, 1, 2, 3]

@@ -51,7 +51,7 @@ def losses(target: FrozenTarget, draft: DraftModel, batch: TrainBatch) -> dict[i
     """Sum of the weighted cross entropies of each document, found by asking for one document's slots at a time."""
     assert batch.features is not None
     layout, term, found = batch.layout, CrossEntropy(decay=4.0), {}
-    hidden = draft.block_hidden(target.embed(layout.input_ids), layout, batch.features, batch.position_ids)
+    hidden = draft.block_hidden(target.embed(layout.input_ids), layout, batch.features, batch.position_ids, target.lm)
     lm = draft.head_of(target.lm)
     for row, samples in enumerate(batch.sample_ids.tolist()):
         for number, sample in enumerate(samples):

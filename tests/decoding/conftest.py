@@ -82,7 +82,7 @@ class TableTarget:
 
 
 def _features(tokens: torch.Tensor) -> TargetFeatures:
-    return TargetFeatures((0,), tokens[..., None, None].float())
+    return TargetFeatures((0,), tokens[..., None, None].float(), ids=tokens)
 
 
 class ScriptedProposer(Proposer):
@@ -186,7 +186,7 @@ def overfit(
         batches.append((layout, features, positions))
     for _ in range(steps):
         for layout, features, positions in batches:
-            hidden = draft.block_hidden(target.embed(layout.input_ids), layout, features, positions)
+            hidden = draft.block_hidden(target.embed(layout.input_ids), layout, features, positions, lm)
             (log_prob,) = draft.outputs(hidden, layout, lm).views["main"].ask(LabelLogProb(layout.labels))
             loss = -torch.where(layout.valid, log_prob, 0.0).sum() / layout.valid.sum()
             optimizer.zero_grad()

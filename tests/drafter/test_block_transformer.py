@@ -12,7 +12,7 @@ from dflash_lightning.ops.rotary import make_rotation
 
 
 class NoContext(ContextState):
-    def sources(self, layer, project):
+    def sources(self, layer, attention):
         return []
 
 
@@ -67,7 +67,7 @@ def test_a_block_without_context_is_a_qwen3_forward_with_full_attention(tiny_tar
     expected = theirs(
         inputs_embeds=slots[:, 0], position_ids=layout.position_ids[:, 0], attention_mask=everything
     ).last_hidden_state
-    ours = model.drafter(slots, layout, NoContext())
+    ours = model.drafter(slots, layout.position_ids, NoContext())
     torch.testing.assert_close(ours[:, 0], expected, rtol=0, atol=2e-6)
 
 
@@ -90,10 +90,10 @@ def test_norms_compute_in_fp32_under_autocast_and_parameters_stay_fp32(tiny_targ
     layout = make_layout([[5, 6]], block_size=4)
     slots = torch.randn(1, 2, 4, 32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        low = model.drafter(slots, layout, NoContext())
+        low = model.drafter(slots, layout.position_ids, NoContext())
         assert model.drafter.norm(slots).dtype == torch.float32
     assert all(p.dtype == torch.float32 for p in model.parameters())
-    torch.testing.assert_close(low.float(), model.drafter(slots, layout, NoContext()), rtol=0, atol=0.1)
+    torch.testing.assert_close(low.float(), model.drafter(slots, layout.position_ids, NoContext()), rtol=0, atol=0.1)
     exact = slots / (slots.square().mean(-1, keepdim=True) + 1e-6).sqrt() * model.drafter.norm.weight
     torch.testing.assert_close(model.drafter.norm(slots.bfloat16()).float(), exact, rtol=0, atol=0.05)
 
@@ -102,7 +102,7 @@ def test_nothing_is_made_lazily(tiny_target, make_draft, make_layout):
     """buffers and parameters before the first forward are those after it."""
     model = make_draft(tiny_target)
     before = [name for name, _ in [*model.named_parameters(), *model.named_buffers()]]
-    model.drafter(torch.randn(1, 1, 4, 32), make_layout([[5]], block_size=4), NoContext())
+    model.drafter(torch.randn(1, 1, 4, 32), make_layout([[5]], block_size=4).position_ids, NoContext())
     assert [name for name, _ in [*model.named_parameters(), *model.named_buffers()]] == before
 
 

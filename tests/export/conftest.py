@@ -41,7 +41,7 @@ def fit(target: FrozenTarget, draft: DraftModel, *, steps: int) -> DraftModel:
     optimizer = torch.optim.Adam(draft.parameters(), lr=5e-3)
     for _ in range(steps):
         for layout, features, positions in batches:
-            hidden = draft.block_hidden(target.embed(layout.input_ids), layout, features, positions)
+            hidden = draft.block_hidden(target.embed(layout.input_ids), layout, features, positions, lm)
             (log_prob,) = draft.outputs(hidden, layout, lm).views["main"].ask(LabelLogProb(layout.labels))
             loss = -torch.where(layout.valid, log_prob, 0.0).sum() / layout.valid.sum()
             optimizer.zero_grad()

@@ -3,6 +3,7 @@
 import errno
 import json
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from dflash_lightning.drafter import BlockTransformer
 from dflash_lightning.head import MarginalHead
 from dflash_lightning.model import DraftModel, load_draft, make_draft_config, save_draft
 from dflash_lightning.model.files import file_names
+from dflash_lightning.ops.language_head import LanguageHead
 from dflash_lightning.types import TargetFeatures
 
 PATTERNS = [
@@ -24,6 +26,8 @@ PATTERNS = [
     {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 5},
     {"layer_types": ["sliding_attention"] * 2, "sliding_window": 3, "is_causal": False},
 ]
+
+LM = LanguageHead(torch.zeros(1, 32))  # nothing here reads tokens
 
 
 def random_features(model, batch, length, *, dtype=torch.float32):
@@ -42,14 +46,14 @@ def test_a_block_never_sees_its_anchors_feature_or_a_later_one(tiny_target, make
     embeddings, positions = tiny_target.embed(layout.input_ids), torch.arange(10)[None]
     features = random_features(model, 1, 10)
     features.hidden.requires_grad_()
-    hidden = model.block_hidden(embeddings, layout, features, positions)
+    hidden = model.block_hidden(embeddings, layout, features, positions, LM)
     for block, anchor in enumerate([3, 4, 6]):
         (grad,) = torch.autograd.grad(hidden[0, block].square().sum(), features.hidden, retain_graph=True)
         assert torch.count_nonzero(grad[0, anchor:]) == 0
         assert torch.count_nonzero(grad[0, anchor - 1]) > 0
         changed = TargetFeatures(features.layer_ids, features.hidden.detach().clone())
         changed.hidden[0, anchor:] = 100.0
-        assert torch.equal(model.block_hidden(embeddings, layout, changed, positions)[0, block], hidden[0, block])
+        assert torch.equal(model.block_hidden(embeddings, layout, changed, positions, LM)[0, block], hidden[0, block])
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
@@ -60,13 +64,14 @@ def test_packed_blocks_equal_each_block_alone(tiny_target, make_draft, make_layo
     positions = torch.cat([torch.arange(7), torch.arange(6)])[None]
     features = random_features(model, 1, 13, dtype=torch.float64)
     embeddings = tiny_target.embed(layout.input_ids).double()
-    together = model.block_hidden(embeddings, layout, features, positions)
+    together = model.block_hidden(embeddings, layout, features, positions, LM)
     for block, (start, anchor) in enumerate([(0, 2), (0, 3), (7, 9), (7, 11)]):
         alone = model.block_hidden(
             embeddings[:, block : block + 1],
             make_layout([[anchor - start]], block_size=4),
             TargetFeatures(features.layer_ids, features.hidden[:, start:anchor]),
             torch.arange(anchor - start)[None],
+            LM,
         )
         torch.testing.assert_close(alone[:, 0], together[:, block], rtol=0, atol=1e-13)
     assert torch.isfinite(together).all()
@@ -92,8 +97,8 @@ def test_decoding_drafts_what_training_computes(tiny_target, make_draft, make_la
         layout = make_layout(cursor[:, None].tolist(), block_size=4, ids=ids)
         embeddings = tiny_target.embed(layout.input_ids)
         with torch.no_grad():
-            served = model.draft_hidden(embeddings[:, 0], rows, torch.tensor(keep), cache)
-        trained = model.block_hidden(embeddings, layout, features, torch.arange(30).expand(3, -1))
+            served = model.draft_hidden(embeddings[:, 0], replace(features, hidden=rows), torch.tensor(keep), cache, LM)
+        trained = model.block_hidden(embeddings, layout, features, torch.arange(30).expand(3, -1), LM)
         torch.testing.assert_close(served, trained[:, 0], rtol=0, atol=1e-6)
     assert torch.equal(cache.cursor, cursor)
 
@@ -105,9 +110,9 @@ def test_a_prompt_may_be_taken_in_by_chunks_without_drafting(tiny_target, make_d
     one = model.make_cache(batch_size=2, max_length=16, chunk_rows=12)
     two = model.make_cache(batch_size=2, max_length=16, chunk_rows=12)
     with torch.no_grad():
-        at_once = model.draft_hidden(embeddings, features.hidden, torch.tensor([12, 9]), one)
-        model.extend_cache(features.hidden[:, :6], torch.tensor([6, 6]), two)
-        in_chunks = model.draft_hidden(embeddings, features.hidden[:, 6:], torch.tensor([6, 3]), two)
+        at_once = model.draft_hidden(embeddings, features, torch.tensor([12, 9]), one, LM)
+        model.extend_cache(features.rows(0, 6), torch.tensor([6, 6]), two, LM)
+        in_chunks = model.draft_hidden(embeddings, features.rows(6, 12), torch.tensor([6, 3]), two, LM)
     torch.testing.assert_close(in_chunks, at_once, rtol=0, atol=1e-6)
 
 
@@ -115,13 +120,13 @@ def test_a_prompt_may_be_taken_in_by_chunks_without_drafting(tiny_target, make_d
 def test_the_draft_step_compiles_to_one_graph_and_equals_the_uncompiled_one(tiny_target, make_draft):
     model = make_draft(tiny_target, num_layers=1, layer_types=["sliding_attention"], sliding_window=5)
     caches = [model.make_cache(batch_size=2, max_length=24, chunk_rows=4) for _ in range(2)]
-    step = lambda e, h, keep: model.draft_hidden(e, h, keep, caches[0])  # noqa: E731
+    step = lambda e, f, keep: model.draft_hidden(e, f, keep, caches[0], LM)  # noqa: E731
     compiled = torch.compile(step, fullgraph=True, dynamic=False)
     with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
         for keep in ([4, 1], [0, 4], [3, 3]):
-            embeddings, hidden = torch.randn(2, 4, 32), torch.randn(2, 4, 2, 32)
-            expected = model.draft_hidden(embeddings, hidden, torch.tensor(keep), caches[1])
-            torch.testing.assert_close(compiled(embeddings, hidden, torch.tensor(keep)), expected, rtol=0, atol=4e-6)
+            embeddings, features = torch.randn(2, 4, 32), random_features(model, 2, 4)
+            expected = model.draft_hidden(embeddings, features, torch.tensor(keep), caches[1], LM)
+            torch.testing.assert_close(compiled(embeddings, features, torch.tensor(keep)), expected, rtol=0, atol=4e-6)
 
 
 # -- files ------------------------------------------------------------------------------------------------------------
@@ -273,7 +278,7 @@ def test_a_zlab_folder_loads_with_the_parts_it_implies(tmp_path, tiny_target, ma
     loaded = load_draft(tmp_path)
     features, layout = random_features(model, 1, 9), make_layout([[4, 7]], block_size=4)
     embeddings, positions = torch.randn(1, 2, 4, 32), torch.arange(9)[None]
-    hidden = [m.block_hidden(embeddings, layout, features, positions) for m in (model, loaded)]
+    hidden = [m.block_hidden(embeddings, layout, features, positions, LM) for m in (model, loaded)]
     assert torch.equal(*hidden)
 
 

@@ -55,7 +55,7 @@ def test_generate_with_the_drafter_gives_the_same_ids_and_sees_what_training_see
         layout = make_layout([[anchor]], block_size=4, ids=plain)
         with torch.no_grad():
             embeddings = target.embed(layout.input_ids)
-            trained = draft.block_hidden(embeddings, layout, features, torch.arange(plain.shape[1])[None])
+            trained = draft.block_hidden(embeddings, layout, features, torch.arange(plain.shape[1])[None], target.lm)
         torch.testing.assert_close(served, trained[0], rtol=0, atol=3e-5)
 
 

@@ -10,6 +10,7 @@ from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
 from dflash_lightning.cli import main
 from dflash_lightning.model import load_draft, save_draft
 from dflash_lightning.model.vocabulary import draft_ids
+from dflash_lightning.ops.language_head import LanguageHead
 from dflash_lightning.types import TargetFeatures
 
 SLIDING = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 5}
@@ -95,13 +96,16 @@ def write(tmp_path):
     return make
 
 
+LM = LanguageHead(torch.zeros(1, 32))  # nothing here reads tokens
+
+
 def same_drafts(one, other, make_layout, *, length=20):
     generator = torch.Generator().manual_seed(1)
     features = TargetFeatures((0, 2), torch.randn(1, length, 2, 32, generator=generator))
     layout, positions = make_layout([[7, 13]], block_size=4), torch.arange(length)[None]
     embeddings = torch.randn(1, 2, 4, 32, generator=generator)
     with torch.no_grad():
-        hidden = [draft.block_hidden(embeddings, layout, features, positions) for draft in (one, other)]
+        hidden = [draft.block_hidden(embeddings, layout, features, positions, LM) for draft in (one, other)]
     return torch.equal(*hidden)
 
 
@@ -204,7 +208,7 @@ def test_an_assistant_of_transformers_is_the_same_drafter(tmp_path, make_layout)
             noise_embeds=slots[:, 0], context_hidden_states=hidden.flatten(2), position_ids=torch.arange(16)[None]
         )
         layout, features = make_layout([[12]], block_size=4), TargetFeatures((0, 2), hidden)
-        served = ours.block_hidden(slots, layout, features, torch.arange(12)[None])[:, 0]
+        served = ours.block_hidden(slots, layout, features, torch.arange(12)[None], LM)[:, 0]
     torch.testing.assert_close(served, expected.last_hidden_state, rtol=0, atol=1e-5)
 
 

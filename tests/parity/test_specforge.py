@@ -70,7 +70,7 @@ def test_same_weights_and_anchors_give_specforges_loss_and_gradients(name, ours,
     positions = torch.arange(LENGTH)[None]
     features = target.features(document.input_ids[None], positions, draft.required())
     draft.train().zero_grad()
-    hidden = draft.block_hidden(target.embed(layout.input_ids), layout, features, positions)
+    hidden = draft.block_hidden(target.embed(layout.input_ids), layout, features, positions, target.lm)
     out, term = draft.outputs(hidden, layout, target.lm), CrossEntropy(decay=decay)
     loss = term.numerator(out, layout, None, StepContext(0, 1, 0)) / term.denominator(count_slots(layout))
     assert loss.item() == pytest.approx(answer["loss"], rel=1e-5)

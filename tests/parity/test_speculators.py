@@ -70,7 +70,7 @@ def block_hidden(target, draft, anchors, make_layout):
     positions = torch.arange(IDS.shape[1])[None]
     features = target.features(IDS, positions, FeatureSpec((0, 2)))
     with torch.no_grad():
-        return draft.block_hidden(target.embed(layout.input_ids), layout, features, positions)[0]
+        return draft.block_hidden(target.embed(layout.input_ids), layout, features, positions, target.lm)[0]
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -15,7 +15,7 @@ def logits_of(draft, it):
     """Ours, of every slot of the blocks at ``ANCHORS``."""
     layout, features, positions = it.probe(ANCHORS)
     with torch.no_grad():
-        hidden = draft.block_hidden(it.target.embed(layout.input_ids), layout, features, positions)
+        hidden = draft.block_hidden(it.target.embed(layout.input_ids), layout, features, positions, it.target.lm)
         return it.target.lm.logits(hidden)[0]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -290,9 +291,12 @@ def test_wrong_layer_ids_are_refused_with_ids_that_work(
         tiny_target._trunk(FeatureSpec(tuple(ids)))
 
 
-def test_features_of_nothing_are_refused(tiny_target: FrozenTarget) -> None:
-    with pytest.raises(ValueError, match=r"asks for nothing. Name layer ids"):
-        tiny_target.features(*rows(), FeatureSpec())
+def test_features_of_no_layer_are_the_tokens_alone_and_cost_no_forward(tiny_target: FrozenTarget) -> None:
+    ids, positions = rows()
+    with patch.object(tiny_target, "_trunk", side_effect=AssertionError("a forward")):
+        found = tiny_target.features(ids, positions, FeatureSpec())
+    assert found.hidden.shape == (*ids.shape, 0, 32) and found.last_hidden is None
+    assert torch.equal(found.ids, ids) and torch.equal(found.next_ids[:, :-1], ids[:, 1:])
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def test_loss_of_a_step_equals_a_slow_loop_over_slots(parts, write_rows, tiny_ta
     layout = batch.layout
     features = tiny_target.features(batch.input_ids, batch.position_ids, FeatureSpec((0, 2)))
     embeddings = tiny_target.embed(layout.input_ids)
-    hidden = module.draft_model.block_hidden(embeddings, layout, features, batch.position_ids)
+    hidden = module.draft_model.block_hidden(embeddings, layout, features, batch.position_ids, tiny_target.lm)
     logits = tiny_target.model.lm_head(hidden)  # the plain head, [B, N, K, V]
     losses, total = 0.0, 0.0
     shares = decay_weights(3, 4.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,42 +21,66 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 FixedRow = tuple[int, int]  # first document and last document plus one
 
 
+@dataclass(frozen=True)
+class Storage:
+    """How features are kept: which, how wide, and in which dtype.
+
+    ``dtype`` is that of the hidden states which the drafter reads. ``last_hidden`` teaches it, and is kept in
+    ``exact``, the target's own dtype: rounding it would change what is learnt.
+    """
+
+    spec: FeatureSpec
+    width: int
+    dtype: torch.dtype
+    exact: torch.dtype
+
+    @classmethod
+    def of(cls, target: FrozenTarget, spec: FeatureSpec, dtype: torch.dtype) -> Storage:
+        return cls(spec, target.facts.hidden_size, dtype, target.dtype)
+
+    def room(self, rows: int, positions: int) -> TargetFeatures:
+        """Room for ``rows`` x ``positions`` of features, not initialised; without tokens, which documents have."""
+        return TargetFeatures.empty(self.spec, (rows, positions), self.width, dtype=self.dtype, last_dtype=self.exact)
+
+    def bytes(self, positions: int) -> int:
+        """Memory, or room on a disk, that features of so many positions take."""
+        of_layers = len(self.spec.layer_ids) * self.dtype.itemsize
+        return positions * self.width * (of_layers + self.spec.last_hidden * self.exact.itemsize)
+
+
 class FeatureCache(ABC):
     """Features of every position of every document, gathered by sample id; where they lie is a subclass's business.
 
     They are computed in document order from fixed rows (see ``fixed_rows``), never from training batches: features of
     packed and single documents differ by about 3e-5, so what is trained on would otherwise depend on where a run was
-    resumed. In the target's own dtype they are exactly what the target gives for those rows; stored as bfloat16 they
-    are within 2^-8 of it, relative to each value, as float16 within 2^-11.
+    resumed. In the target's own dtype they are exactly what the target gives for those rows; hidden states stored as
+    bfloat16 are within 2^-8 of it, relative to each value, as float16 within 2^-11.
     """
 
-    def __init__(self, store: DocumentStore, spec: FeatureSpec, *, hidden_size: int, dtype: torch.dtype) -> None:
+    def __init__(self, store: DocumentStore, storage: Storage) -> None:
         self.store = store
-        self.spec = spec
-        self.hidden_size = hidden_size
-        self.dtype = dtype
+        self.storage = storage
+
+    @property
+    def spec(self) -> FeatureSpec:
+        return self.storage.spec
 
     @abstractmethod
     def document(self, number: int) -> TargetFeatures:
-        """Features of one document (B = 1), as views of what is stored: not to be written to."""
+        """Features of one document (B = 1), without its tokens, as views of what is stored: not to be written to."""
 
     def gather(self, batch: TrainBatch) -> TargetFeatures:
-        """Features of a batch that is still on the CPU, in the dtype of the cache; padding holds zeros."""
-        shape, width = batch.input_ids.shape, self.hidden_size
-        flat, flat_last = empty_features(shape.numel(), self.spec, width, self.dtype)
-        hidden = flat.view(*shape, *flat.shape[1:])
-        last = None if flat_last is None else flat_last.view(*shape, width)
+        """Features of a batch that is still on the CPU, as they are stored; padding holds zeros."""
+        found = self.storage.room(*batch.input_ids.shape)
         used = (batch.doc_ids >= 0).sum(1).tolist()
         for row, samples in enumerate(batch.sample_ids.tolist()):
-            start = 0
+            one, start = found.map(lambda x, row=row: x[row : row + 1]), 0  # type: ignore[misc]
             for sample in samples:
                 if sample >= 0:
-                    start = _copy(self.document(sample), hidden[row], None if last is None else last[row], start)
+                    start = write_rows(one, start, self.document(sample))
             assert start == used[row], "documents of a row stand one after the other"
-            hidden[row, start:] = 0
-            if last is not None:
-                last[row, start:] = 0
-        return TargetFeatures(self.spec.layer_ids, hidden, last)
+            one.rows(start, batch.input_ids.shape[1]).map(torch.Tensor.zero_)
+        return replace(found, ids=batch.input_ids)
 
 
 class RamFeatures(FeatureCache):
@@ -72,56 +97,45 @@ class RamFeatures(FeatureCache):
         progress: bool = False,
     ) -> None:
         """``row_tokens`` null takes every document through the target by itself."""
-        width = target.facts.hidden_size
-        super().__init__(store, spec, hidden_size=width, dtype=dtype)
+        super().__init__(store, Storage.of(target, spec, dtype))
         total = int(store.offsets[-1])
-        self.hidden, self.last_hidden = empty_features(total, spec, width, dtype)
+        self.features = self.storage.room(1, total)
         with Progress("target features", total, unit="tokens", shown=progress) as bar:
-            rows = fixed_rows(store, row_tokens)
-            compute_features(store, target, spec, rows, self.hidden, self.last_hidden, advance=bar.update)
+            compute_features(store, target, fixed_rows(store, row_tokens), self.features, advance=bar.update)
 
     def document(self, number: int) -> TargetFeatures:
-        return slice_features(
-            self.spec, self.hidden, self.last_hidden, *self.store.offsets[number : number + 2].tolist()
-        )
-
-
-def empty_features(
-    tokens: int, spec: FeatureSpec, hidden_size: int, dtype: torch.dtype
-) -> tuple[Float[Tensor, "S T H"], Float[Tensor, "S H"] | None]:
-    """Room for features of so many positions."""
-    hidden = torch.empty(tokens, len(spec.layer_ids), hidden_size, dtype=dtype)
-    return hidden, torch.empty(tokens, hidden_size, dtype=dtype) if spec.last_hidden else None
+        return self.features.rows(*self.store.offsets[number : number + 2].tolist())
 
 
 def compute_features(
     store: DocumentStore,
     target: FrozenTarget,
-    spec: FeatureSpec,
     rows: Sequence[FixedRow],
-    hidden: Float[Tensor, "S T H"],
-    last_hidden: Float[Tensor, "S H"] | None,
+    room: TargetFeatures,
     *,
     advance: Callable[[int], Any],
 ) -> None:
-    """Take neighbouring fixed rows through the target and write what it gives; ``advance`` hears of every row."""
+    """Take neighbouring fixed rows through the target and write what it gives into ``room`` [1, S], which they fill.
+
+    ``advance`` hears how many positions every row had.
+    """
+    spec = FeatureSpec(room.layer_ids, room.last_hidden is not None)
     start = 0
     for first, last in rows:
         begin, end = store.offsets[first], store.offsets[last]
         ids = torch.from_numpy(store.ids[begin:end]).long()[None]
         positions = torch.cat([torch.arange(length) for length in store.lengths[first:last].tolist()])[None]
         features = target.features(ids, positions, spec, packed=last - first > 1)
-        if hidden.dtype == torch.float16:
-            _check_range(features)
-        advance(_copy(features, hidden, last_hidden, start) - start)
-        start += ids.shape[1]
-    assert start == len(hidden), "rows cover the room for them"
+        if room.hidden.dtype == torch.float16:
+            _check_range(features.hidden)
+        start = write_rows(room, start, features)
+        advance(ids.shape[1])
+    assert start == room.hidden.shape[1], "rows cover the room for them"
 
 
-def _check_range(features: TargetFeatures) -> None:
+def _check_range(hidden: Float[Tensor, "B S T H"]) -> None:
     """Some targets have a few dimensions with huge values; float16 would hold infinities there."""
-    parts = [part for part in (features.hidden, features.last_hidden) if part is not None and part.numel()]
-    largest = max(float(part.abs().max()) for part in parts)
+    largest = float(hidden.abs().max()) if hidden.numel() else 0.0
     if largest > torch.finfo(torch.float16).max:
         raise ValueError(
             f"data.cache_dtype: 'float16' cannot hold this target's features, which reach {largest:.0f}. "
@@ -129,23 +143,11 @@ def _check_range(features: TargetFeatures) -> None:
         )
 
 
-def _copy(
-    features: TargetFeatures, hidden: Float[Tensor, "S T H"], last: Float[Tensor, "S H"] | None, start: int
-) -> int:
-    """Write one row of features at ``start``; returns the position after it."""
+def write_rows(room: TargetFeatures, start: int, features: TargetFeatures) -> int:
+    """Write ``features`` into ``room`` from row ``start`` on; returns the row after them."""
     end = start + features.hidden.shape[1]
-    hidden[start:end] = features.hidden[0]
-    if last is not None:
-        assert features.last_hidden is not None
-        last[start:end] = features.last_hidden[0]
+    room.rows(start, end).copy_(features)
     return end
-
-
-def slice_features(
-    spec: FeatureSpec, hidden: Float[Tensor, "S T H"], last: Float[Tensor, "S H"] | None, start: int, end: int
-) -> TargetFeatures:
-    """Positions ``start .. end - 1`` of flat features as a row of their own, without a copy."""
-    return TargetFeatures(spec.layer_ids, hidden[None, start:end], None if last is None else last[None, start:end])
 
 
 def fixed_rows(store: DocumentStore, row_tokens: int | None) -> list[FixedRow]:
@@ -157,11 +159,6 @@ def fixed_rows(store: DocumentStore, row_tokens: int | None) -> list[FixedRow]:
             first, tokens = document, 0
         tokens += length
     return [*rows, (first, len(store))]
-
-
-def cache_bytes(num_tokens: int, spec: FeatureSpec, hidden_size: int, dtype: torch.dtype) -> int:
-    """Memory, or room on a disk, that features of so many tokens take."""
-    return num_tokens * (len(spec.layer_ids) + spec.last_hidden) * hidden_size * dtype.itemsize
 
 
 def size_text(count: int) -> str:
@@ -185,7 +182,7 @@ def make_in_memory(
         ValueError: it is more than the machine has; nothing was computed.
     """
     tokens = int(store.offsets[-1])
-    needed = cache_bytes(tokens, spec, target.facts.hidden_size, dtype)
+    needed = Storage.of(target, spec, dtype).bytes(tokens)
     say(f"data: features of {tokens} tokens take {size_text(needed)} of memory")
     _check_memory(needed)
     return RamFeatures(store, target, spec, row_tokens=row_tokens, dtype=dtype, progress=progress)

@@ -21,12 +21,10 @@ from safetensors.torch import save
 from dflash_lightning.data.features.cache import (
     FeatureCache,
     FixedRow,
-    cache_bytes,
+    Storage,
     compute_features,
-    empty_features,
     fixed_rows,
     size_text,
-    slice_features,
 )
 from dflash_lightning.data.read.store import DocumentStore
 from dflash_lightning.files import cache_folder, write_atomic
@@ -75,7 +73,7 @@ class FeatureShards:
         shard_bytes: int = SHARD_BYTES,
     ) -> None:
         """``root`` holds a folder per key; null is the user's cache folder."""
-        self.store, self.target, self.spec, self.dtype = store, target, spec, dtype
+        self.store, self.target, self.storage = store, target, Storage.of(target, spec, dtype)
         self.key = feature_key(store, target, spec, row_tokens=row_tokens, dtype=dtype)
         self.digest = _sha256(json.dumps(self.key, sort_keys=True).encode())
         self.folder = (cache_folder("features") if root is None else Path(root).expanduser()) / self.digest[:16]
@@ -87,22 +85,20 @@ class FeatureShards:
         offsets, first = self.store.offsets, 0
         for stop in range(1, len(rows) + 1):
             start, end = int(offsets[rows[first][0]]), int(offsets[rows[stop - 1][1]])
-            if self._bytes(end - start) >= shard_bytes or stop == len(rows):
+            if self.storage.bytes(end - start) >= shard_bytes or stop == len(rows):
                 path = self.folder / f"features-{rows[first][0]:08d}.safetensors"
                 yield Shard(path, tuple(rows[first:stop]), start, end - start)
                 first = stop
-
-    def _bytes(self, tokens: int) -> int:
-        return cache_bytes(tokens, self.spec, self.target.facts.hidden_size, self.dtype)
 
     # -- room ---------------------------------------------------------------------------------------------------------
 
     def estimate(self) -> str:
         """What the cache takes and where, in a line, to be printed before anything is computed."""
-        total, missing = self._bytes(int(self.store.offsets[-1])), self._missing_bytes()
+        total, missing = self.storage.bytes(int(self.store.offsets[-1])), self._missing_bytes()
+        dtype = str(self.storage.dtype).removeprefix("torch.")
         return (
             f"data: features of {self.store.offsets[-1]} tokens take {size_text(total)} of disk as "
-            f"{str(self.dtype).removeprefix('torch.')} in {self.folder} ({size_text(total - missing)} are there)"
+            f"{dtype} in {self.folder} ({size_text(total - missing)} are there)"
         )
 
     def check_room(self) -> None:
@@ -120,7 +116,7 @@ class FeatureShards:
             )
 
     def _missing_bytes(self) -> int:
-        return sum(self._bytes(shard.tokens) for shard in self.shards if not shard.path.exists())
+        return sum(self.storage.bytes(shard.tokens) for shard in self.shards if not shard.path.exists())
 
     # -- making -------------------------------------------------------------------------------------------------------
 
@@ -155,10 +151,9 @@ class FeatureShards:
         self.build(rank=rank, world=world)
 
     def _make(self, shard: Shard, advance: Callable[[int], Any]) -> None:
-        width = self.target.facts.hidden_size
-        hidden, last = empty_features(shard.tokens, self.spec, width, self.dtype)
-        compute_features(self.store, self.target, self.spec, shard.rows, hidden, last, advance=advance)
-        tensors = {"hidden": hidden} if last is None else {"hidden": hidden, "last_hidden": last}
+        room = self.storage.room(1, shard.tokens)
+        compute_features(self.store, self.target, shard.rows, room, advance=advance)
+        tensors = {name: value[0] for name, value in room.tensors().items()}
         content = save(tensors, metadata={**shard.about(self.digest), "checksum": _checksum(tensors)})
         try:
             write_atomic(shard.path, content)
@@ -185,7 +180,7 @@ class FeatureShards:
             tensors.append(_load(shard.path)[1])
         for left in self.folder.glob(".*.tmp"):  # by kills; nobody needs them once all shards stand
             left.unlink(missing_ok=True)
-        return DiskFeatures(self.store, self.spec, self.shards, tensors)
+        return DiskFeatures(self.store, self.storage, self.shards, tensors)
 
     def _fault(self, shard: Shard, *, content: bool = True) -> str | None:
         """Why the file of a shard cannot be used; null if it can. ``content`` compares its checksum too."""
@@ -206,19 +201,20 @@ class DiskFeatures(FeatureCache):
     """Features in the shards of a folder, mapped into memory: the operating system keeps what it has room for."""
 
     def __init__(
-        self, store: DocumentStore, spec: FeatureSpec, shards: list[Shard], tensors: list[dict[str, torch.Tensor]]
+        self, store: DocumentStore, storage: Storage, shards: list[Shard], tensors: list[dict[str, torch.Tensor]]
     ) -> None:
-        hidden = tensors[0]["hidden"]
-        super().__init__(store, spec, hidden_size=hidden.shape[-1], dtype=hidden.dtype)
+        super().__init__(store, storage)
         self._shards = shards
-        self._tensors = tensors
+        self._features = [
+            TargetFeatures(self.spec.layer_ids, **{name: value[None] for name, value in of_shard.items()})
+            for of_shard in tensors
+        ]
         self._first = [shard.rows[0][0] for shard in shards]
 
     def document(self, number: int) -> TargetFeatures:
         place = bisect_right(self._first, number) - 1
         start, end = (self.store.offsets[number : number + 2] - self._shards[place].start).tolist()
-        tensors = self._tensors[place]
-        return slice_features(self.spec, tensors["hidden"], tensors.get("last_hidden"), start, end)
+        return self._features[place].rows(start, end)
 
 
 def feature_key(
@@ -228,6 +224,7 @@ def feature_key(
 
     ``target`` covers the weights (see ``TargetFacts.digest``), ``config`` what the model makes of them (positions,
     windows, caps), ``documents`` all ids and where documents begin, ``row_tokens`` which of them went through together.
+    ``last_hidden_in`` is stated where there are such states: an earlier format rounded them to ``stored_in``.
     """
     config = {name: value for name, value in target.model.config.to_dict().items() if name not in _VOLATILE}
     return {
@@ -240,6 +237,7 @@ def feature_key(
         "stored_in": str(dtype),
         "layer_ids": list(spec.layer_ids),
         "last_hidden": spec.last_hidden,
+        **({"last_hidden_in": str(target.dtype)} if spec.last_hidden else {}),
         "documents": _sha256(store.offsets.tobytes(), store.ids.tobytes()),
         "row_tokens": row_tokens,
     }

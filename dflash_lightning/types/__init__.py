@@ -1,0 +1,31 @@
+"""Values that pass between the parts of the framework.
+
+Dimension legend, used in every shape annotation of the package:
+
+``B`` batch rows, ``S`` positions of a (packed) row, ``N`` blocks of a row, ``K`` slots of a block (the anchor is slot
+0), ``Kp`` those of them that predict, ``H`` hidden size, ``T`` tapped target layers, ``L`` draft layers, ``V``
+vocabulary rows, ``D`` head dimension, ``Hq``/``Hkv`` query/key-value heads, ``R`` rows handed over in one piece, ``M``
+documents of a row.
+"""
+
+from dflash_lightning.types.alignment import LABEL_LAYOUTS, Alignment, LabelLayout
+from dflash_lightning.types.batch import BlockLayout, Document, SlotTotals, StepContext, TrainBatch
+from dflash_lightning.types.facts import TargetFacts
+from dflash_lightning.types.features import FeatureSpec, TargetFeatures
+from dflash_lightning.types.scores import Scores, gather_lanes
+
+__all__ = [
+    "LABEL_LAYOUTS",
+    "Alignment",
+    "BlockLayout",
+    "Document",
+    "FeatureSpec",
+    "LabelLayout",
+    "Scores",
+    "SlotTotals",
+    "StepContext",
+    "TargetFacts",
+    "TargetFeatures",
+    "TrainBatch",
+    "gather_lanes",
+]

@@ -1,0 +1,49 @@
+"""What a head says of the tokens to come, and lanes of the states it goes on from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxtyping import Float, Int
+from torch import Tensor
+
+
+@dataclass
+class Scores:
+    """What a drafter thinks of the tokens after each root; made by a head, read by a builder.
+
+    ``logits`` hold ``D`` laws per row: one column per token id, or per entry of ``ids`` (a reduced vocabulary, or
+    candidates of each slot). Without ``step`` these are the laws. With ``step`` the law of a token depends on the
+    tokens drafted before it, and ``logits`` are a first look only: ``step(state, tokens, depth)`` then gives the laws
+    at ``depth`` (0 for the token right after the root) of ``W`` lanes per row whose last tokens are ``tokens``, with
+    the state to go on from. The ``logits`` of what it returns are ``[B, W, c]``. It starts from ``state``, one lane
+    per row, and the roots as ``tokens``; it never changes a state in place, so that a lane is copied by
+    ``gather_lanes``.
+
+    ``signals`` are what policies read, per slot ``[B, D]`` or per row ``[B]``; what ``step`` returns has those of its
+    own depth, per lane ``[B, W]``. A signal that depends on drafted tokens is known to ``step`` only.
+    """
+
+    logits: Float[Tensor, "B D c"]
+    ids: Int[Tensor, " c"] | Int[Tensor, "B D c"] | None = None
+    signals: dict[str, Tensor] = field(default_factory=dict)
+    state: Any = None
+    step: Callable[[Any, Int[Tensor, "B W"], int], tuple[Scores, Any]] | None = None
+
+
+def gather_lanes(state: Any, index: Int[Tensor, "B W"]) -> Any:
+    """The lanes ``index`` of a state of ``Scores``: tensors ``[B, lanes, ...]``, or tuples, lists and dicts of them.
+
+    A tensor with a single lane for all (``[B, 1, ...]``) may be asked for lane 0 as often as wanted. Null stays null.
+    """
+    if isinstance(state, Tensor):
+        shape = (*index.shape, *(1 for _ in state.shape[2:]))
+        return state.gather(1, index.view(shape).expand(*index.shape, *state.shape[2:]))
+    if isinstance(state, dict):
+        return {name: gather_lanes(value, index) for name, value in state.items()}
+    if isinstance(state, tuple | list):
+        return type(state)(gather_lanes(value, index) for value in state)
+    assert state is None, f"a state of lanes is made of tensors, not of {type(state)}"
+    return None
