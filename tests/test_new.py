@@ -29,7 +29,10 @@ BODIES: dict[str, dict[str, str]] = {
         "outputs": 'return HeadOutput({"main": View.of(hidden * self.scale, layout.rows, lm)})',
         "open": "return Scores(lm.logits(hidden * self.scale), lm.ids)",
     },
-    "conditioning": {"build": "super().build(config)", "states": "return 2 * super().states(hidden)"},
+    "conditioning": {
+        "build": "super().build(config)",
+        "rows": "return Rows(2 * self.fuse(features.select(self.required().layer_ids)))",
+    },
     "drafter": {"build": "super().build(config)", "forward": "return super().forward(slots, positions, context)"},
     "block": {"eligible_anchors": "return (loss_mask[:-1] & loss_mask[1:]).nonzero().squeeze(1)[::2]"},
     "builder": {

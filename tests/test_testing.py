@@ -73,8 +73,8 @@ class _ForgetsTheTarget(KVInjection):
 
     name = "forgets_the_target_of_test_testing"
 
-    def states(self, hidden):
-        return super().states(hidden if torch.is_grad_enabled() else hidden.flip(2))
+    def fuse(self, hidden):
+        return super().fuse(hidden if torch.is_grad_enabled() else hidden.flip(2))
 
 
 class _RandomBlocks(Anchored):
