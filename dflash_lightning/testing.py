@@ -125,7 +125,7 @@ def check_loss(term: LossTerm) -> None:
 
 @torch.no_grad()
 def _check_invalid_slots(module: DraftModule, batch: TrainBatch) -> None:
-    """Every third label is taken for one that the draft vocabulary cannot express; what stands there may be anything."""
+    """Every third label is taken for one that the draft vocabulary lacks; what stands there may be anything."""
     model, target = module.draft_model, module.target
     doubtful = torch.arange(batch.layout.valid.numel()).view_as(batch.layout.valid) % 3 == 0
     layout = replace(batch.layout, valid=batch.layout.valid & ~doubtful)
