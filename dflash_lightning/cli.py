@@ -160,6 +160,12 @@ def _show(args: argparse.Namespace) -> int:
     return show(args.recipe, args.overrides, everything=args.all)
 
 
+def _new(args: argparse.Namespace) -> int:
+    from dflash_lightning.commands.new import new
+
+    return new(args)
+
+
 def _smoke(args: argparse.Namespace) -> int:
     from dflash_lightning.commands.smoke import smoke
 
@@ -169,7 +175,7 @@ def _smoke(args: argparse.Namespace) -> int:
 def _recipes(args: argparse.Namespace) -> int:
     from dflash_lightning.commands.listing import list_recipes
 
-    return list_recipes(args.recipe)
+    return list_recipes(args.recipe, as_json=args.json)
 
 
 _RUN: dict[str, Callable[[argparse.Namespace], int]] = {
@@ -183,5 +189,6 @@ _RUN: dict[str, Callable[[argparse.Namespace], int]] = {
     "check": _check_export,
     "show": _show,
     "recipes": _recipes,
+    "new": _new,
     "smoke": _smoke,
 }

@@ -10,7 +10,7 @@ from dflash_lightning import __version__
 from dflash_lightning.commands.argument_types import count as _count
 from dflash_lightning.commands.argument_types import mapping as _mapping
 from dflash_lightning.commands.grammar_decode import add_evaluate, add_generate, add_regenerate, add_report
-from dflash_lightning.commands.grammar_develop import SMOKE, add_smoke_arguments
+from dflash_lightning.commands.grammar_develop import NEW, SMOKE, add_new_arguments, add_smoke_arguments
 from dflash_lightning.commands.shared_arguments import (
     DRAFT_HELP,
     TARGET_HELP,
@@ -62,6 +62,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_check(commands)
     _add_show(commands)
     _add_recipes(commands)
+    add_new_arguments(_add(commands, "new", *NEW))
     add_smoke_arguments(_add(commands, "smoke", *SMOKE))
     return parser
 
@@ -210,3 +211,4 @@ List recipes and the options of each group, each with a line of what it is.
   dflash recipes mine.yaml     also those beside a recipe of your own: mine.yaml finds loss/focal.yaml as loss=focal"""
     parser = _add(commands, "recipes", "list recipes and the options of each group", text)
     parser.add_argument("recipe", nargs="?", metavar="RECIPE", help="a recipe file of your own, or a folder of them")
+    parser.add_argument("--json", action="store_true", help="print JSON: systems, axes, options, classes and settings")
