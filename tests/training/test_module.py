@@ -339,11 +339,12 @@ def test_a_term_on_the_whole_law_equals_the_intact_model_s_own_logits(parts, wri
     log_p = torch.cat(
         [tiny_target.model(batch.input_ids[:, a:b]).logits[0].log_softmax(-1) for a, b in pairwise(starts)]
     )
-    hidden = module.draft_model.block_hidden(tiny_target.embed(layout.input_ids), layout, features, batch.position_ids)
+    embeddings = tiny_target.embed(layout.input_ids)
+    hidden = module.draft_model.block_hidden(embeddings, layout, features, batch.position_ids, tiny_target.lm)
     log_q = tiny_target.lm.logits(hidden).log_softmax(-1)
     for b, n, k in layout.valid.nonzero().tolist():
         p, weight = log_p[layout.label_index[b, n, k] - 1], float(torch.tensor(-(k - 1) / 3.0).exp())
-        want += weight * float((p.exp() * (p - log_q[b, n, k])).sum())
+        want += weight * (p.exp() * (p - log_q[b, n, k])).sum().item()
         weights += weight
     assert weights > 10 and len(starts) > 3
     assert float(shares["divergence"][1]) == pytest.approx(want / weights, rel=1e-4)
@@ -375,10 +376,9 @@ def test_features_that_teach_are_never_computed_with_rounded_products(
         ValueError, match=r"data\.feature_products: bfloat16 rounds .*loss\.divergence .*Set it to auto"
     ):
         make_module(tiny_target, loss=TAUGHT).prepare(make_data(tiny_target, write_rows([9, 12]), **made))
-    for loss, products in ((TAUGHT, torch.float32), ({"ce": CrossEntropy()}, torch.bfloat16)):
+    used, original = [], data_file.with_products
+    monkeypatch.setattr(data_file, "with_products", lambda *a, **k: used.append(original(*a, **k)) or used[-1])
+    for loss in (TAUGHT, {"ce": CrossEntropy()}):
         data = make_data(tiny_target, write_rows([9, 12]), cache_features="ram", feature_products="auto")
-        used, original = [], data_file.with_products
-        monkeypatch.setattr(data_file, "with_products", lambda *a, **k: used.append(original(*a, **k)) or used[-1])
         make_trainer(tmp_path, max_steps=1).fit(make_module(tiny_target, loss=loss), datamodule=data)
-        monkeypatch.setattr(data_file, "with_products", original)
-        assert [target.products for target in used] == [products]
+    assert [target.products for target in used] == [torch.float32, torch.bfloat16]
