@@ -53,6 +53,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         args.parser.error(f"{strange[0]}: {_about(strange[0], args.parser)}")
     elif settings:
         args.overrides = [*args.overrides, *settings]
+    if "settings" in args:
+        args.overrides = [*args.overrides, *args.settings]
     return args
 
 
@@ -158,6 +160,12 @@ def _show(args: argparse.Namespace) -> int:
     return show(args.recipe, args.overrides, everything=args.all)
 
 
+def _new(args: argparse.Namespace) -> int:
+    from dflash_lightning.commands.new import new
+
+    return new(args)
+
+
 def _smoke(args: argparse.Namespace) -> int:
     from dflash_lightning.commands.smoke import smoke
 
@@ -167,7 +175,7 @@ def _smoke(args: argparse.Namespace) -> int:
 def _recipes(args: argparse.Namespace) -> int:
     from dflash_lightning.commands.listing import list_recipes
 
-    return list_recipes(args.recipe)
+    return list_recipes(args.recipe, as_json=args.json)
 
 
 _RUN: dict[str, Callable[[argparse.Namespace], int]] = {
@@ -181,5 +189,6 @@ _RUN: dict[str, Callable[[argparse.Namespace], int]] = {
     "check": _check_export,
     "show": _show,
     "recipes": _recipes,
+    "new": _new,
     "smoke": _smoke,
 }

@@ -16,7 +16,7 @@ PACKAGE = ROOT / "dflash_lightning"
 
 AXES = ["block", "conditioning", "drafter", "head", "loss"]
 # A part may import itself and what its line names.
-_BASE = {"types", "schedule", "component", "draft_config", "files", "progress", "lazy", "layer_ids"}
+_BASE = {"types", "schedule", "component", "draft_config", "files", "progress", "lazy", "layer_ids", "errors"}
 _OPS = _BASE | {"ops"}
 _TARGET = _OPS | {"target"}
 _MODEL = _TARGET | {*AXES, "model"}
@@ -39,6 +39,7 @@ ALLOWED = {
     "recipe": _RECIPE,
     "run": _RECIPE,
     "machine": _BASE,
+    "testing": _RUN,
     "commands": _RECIPE | {"run", "machine"},
     "quiet": set(),
     "cli": {"commands", "quiet", "recipe"},

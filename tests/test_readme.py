@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import json
 import re
@@ -30,22 +31,32 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
 
 
-def example_files() -> dict[str, str]:
-    """The files of "Adding a method", by the name that stands in front of each block."""
-    section = README.split("## Adding a method")[1].split("\n## ")[0]
-    return dict(re.findall(r"^`([\w./]+)`,[^\n]*:\n\n```\w+\n(.*?)```", section, flags=re.DOTALL | re.MULTILINE))
+SECTION = README.split("## Adding a method")[1].split("\n## ")[0]
+
+
+def example_class() -> str:
+    """The class of "Adding a method", as it is once it is written."""
+    (text,) = re.findall(r"```python\n(.*?)```", SECTION, flags=re.DOTALL)
+    return text
+
+
+def example_commands(word: str) -> list[list[str]]:
+    """The commands of "Adding a method" that begin ``dflash WORD``."""
+    lines = [
+        line for block in re.findall(r"```bash\n(.*?)```", SECTION, flags=re.DOTALL) for line in block.splitlines()
+    ]
+    return [words[1:] for line in lines if (words := shlex.split(line, comments=True))[:2] == ["dflash", word]]
 
 
 @pytest.fixture
 def example(tmp_path, monkeypatch, make_target):
-    """A folder with the example as README shows it, a tiny target, rows and prompts; the package is importable."""
-    for name, text in example_files().items():
-        file = tmp_path / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
-    (tmp_path / "my_losses" / "__init__.py").touch()
+    """A folder in which the files of the example were made as README says, a tiny target, rows and prompts."""
+    monkeypatch.syspath_prepend(str(tmp_path / "tests"))
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
     monkeypatch.chdir(tmp_path)
+    (command,) = example_commands("new")
+    assert main(command) == 0
     target = make_target("llama")
     target.model.save_pretrained("target")
     target.tokenizer.save_pretrained("target")
@@ -53,9 +64,20 @@ def example(tmp_path, monkeypatch, make_target):
     Path("train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     Path("held_out.jsonl").write_text('{"turns": ["red"]}\n')
     yield tmp_path
-    for name in [name for name in sys.modules if name.split(".")[0] == "my_losses"]:
+    forget()
+
+
+def forget() -> None:
+    """The example's modules are not loaded, its class is not registered."""
+    for name in [name for name in sys.modules if name.split(".")[0] in ("my_losses", "test_focal")]:
         del sys.modules[name]
-    LossTerm.registry.pop("focal_cross_entropy", None)
+    LossTerm.registry.pop("focal", None)
+
+
+def write_class() -> None:
+    forget()
+    Path("my_losses/focal.py").write_text(example_class())
+    importlib.invalidate_caches()
 
 
 TOY = [
@@ -65,16 +87,23 @@ TOY = [
 ]
 
 
-def test_the_example_outside_the_repository_is_complete(example, capsys):
-    """The commands below it, at toy size: what they list, and a run that trains on the loss."""
-    assert set(example_files()) == {"my_losses/focal.py", "pyproject.toml", "loss/focal.yaml", "mine.yaml"}
-    assert main(["recipes", "mine.yaml"]) == 0
-    assert re.search(r"focal +yours: Cross entropy that looks away", capsys.readouterr().out)
-    assert main(["show", "mine.yaml", "--all"]) == 0
+def test_the_example_of_a_method_is_complete(example, capsys):
+    """Its commands, in their order: files, a test that fails, the class, the test that passes, lists, and runs."""
+    with pytest.raises(NotImplementedError, match=r"Focal\."):
+        importlib.import_module("test_focal").test_focal_holds_the_contract()
+    write_class()
+    importlib.import_module("test_focal").test_focal_holds_the_contract()
+    (smoke,), (recipes,), (show,), fits = map(example_commands, ("smoke", "recipes", "show", "fit"))
+    capsys.readouterr()
+    assert main(smoke) == 0
+    assert "all passed" in capsys.readouterr().out
+    assert main(recipes) == 0
+    assert re.search(r"focal +yours: Focal: what it does", capsys.readouterr().out)
+    assert main(show) == 0
     assert "loss.focal.gamma: 2.0  # default 2.0; number; how far it looks away" in capsys.readouterr().out
-    files = ["data.train=train.jsonl", "callbacks.speculative_eval.prompts=held_out.jsonl"]
-    assert main(["fit", "mine.yaml", *files, *TOY]) == 0
-    run = Path("runs/mine")
+    assert len(fits) == 2
+    assert main([*fits[0], *TOY]) == 0
+    run = Path("runs/focal")
     assert json.loads((run / "run.json").read_text())["finished"]
     assert list(OmegaConf.load(run / "recipe.yaml").loss) == ["focal"]
     best = torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)
@@ -82,14 +111,14 @@ def test_the_example_outside_the_repository_is_complete(example, capsys):
 
 
 def test_the_examples_other_loss_and_its_mistakes_are_found(example, capsys):
-    files = ["data.train=train.jsonl", "callbacks.speculative_eval.prompts=held_out.jsonl", *TOY]
-    assert list(build_recipe(load_recipe("mine.yaml", [*files, "loss=cross_entropy"])).module.terms) == [
-        "cross_entropy"
-    ]
-    assert main(["fit", "mine.yaml", *files, "loss.focal.gama=1"]) == 2
-    assert "unknown key of my_losses.focal.FocalCrossEntropy. Did you mean 'gamma'?" in capsys.readouterr().err
-    assert main(["fit", "mine.yaml", *files, "loss.focal.gamma=-1"]) == 2
-    assert "loss.focal.gamma: -1.0 looks away from errors. Use 0 or more" in capsys.readouterr().err
+    write_class()
+    (_, *ours), (_, *plain) = example_commands("fit")
+    recipe, *settings = plain
+    assert list(build_recipe(load_recipe(recipe, [*settings, *TOY])).module.terms) == ["cross_entropy"]
+    assert main(["fit", *ours, *TOY, "loss.focal.gama=1"]) == 2
+    assert "unknown key of my_losses.focal.Focal. Did you mean 'gamma'?" in capsys.readouterr().err
+    assert main(["fit", *ours, *TOY, "loss.focal.gamma=-1"]) == 2
+    assert "loss.focal.gamma: -1.0 looks away from errors. Use 0 or more." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("line", [line for block in blocks("bash") for line in block.splitlines() if "dflash " in line])
@@ -98,7 +127,7 @@ def test_commands_parse(line):
     args = make_parser().parse_args(words[words.index("dflash") + 1 :])
     if words[1] == "fit":
         runs = [f"runs/{name}" for name in recipe_names()]  # a run folder is a recipe too
-        assert args.recipe in [*recipe_names(), *runs, *example_files()]
+        assert args.recipe in [*recipe_names(), *runs, "focal.yaml"]
 
 
 def test_the_example_of_sources_holds_settings_that_exist():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+_KINDS = ("loss", "head", "conditioning", "drafter", "block", "builder", "policy", "verifier")
 # Of each command: a line of help, and the text above its options.
 SMOKE = (
     "try recipes at toy size: train, decode, save, load, resume, export",
@@ -17,6 +18,23 @@ status is 1 if one fails. Nothing is left behind.
   dflash smoke mine.yaml                  a recipe of your own
   dflash smoke dflash loss=my_loss        with other settings""",
 )
+NEW = (
+    "begin a method: a class, its option and a test that fails until the class is written",
+    """\
+Write the files that a method of your own begins with: a class on one axis, the option that a recipe chooses it by, and
+a test of what every class of its kind must hold, which fails until the class is written. In the repository they go to
+its folders; elsewhere the class goes to a package of your own, beside a recipe.
+
+  dflash new loss focal --package my_methods      outside of the repository; also writes the recipe focal.yaml
+  dflash new builder my_tree                      in the repository: dflash_lightning/decoding/builder/my_tree.py""",
+)
+
+
+def add_new_arguments(parser: argparse.ArgumentParser) -> None:
+    """The axis, the name, and the package that the class goes to."""
+    parser.add_argument("kind", metavar="KIND", choices=_KINDS, help=", ".join(_KINDS))
+    parser.add_argument("name", metavar="NAME", help="in recipes, and of the files: lower-case with underscores")
+    parser.add_argument("--package", metavar="DIR", help="folder of a Python package of your own, below this folder")
 
 
 def add_smoke_arguments(parser: argparse.ArgumentParser) -> None:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+from dflash_lightning.recipe.catalogue import catalogue
 from dflash_lightning.recipe.folders import group_options, recipe_names, recipes_folder, summary_of
 from dflash_lightning.recipe.load import find_recipe
 
 
-def list_recipes(recipe: str | None = None) -> int:
+def list_recipes(recipe: str | None = None, *, as_json: bool = False) -> int:
     """Print every recipe and every option, each with the first line of its file.
 
-    With a recipe of one's own (a file, or its folder) those in its folder come first.
+    With a recipe of one's own (a file, or its folder) those in its folder come first. ``as_json`` prints what
+    ``recipe.catalogue`` knows of them instead.
     """
     shipped = recipes_folder()
     own = None if recipe is None else _folder_of(recipe)
     folders = [shipped] if own is None or own.resolve() == shipped.resolve() else [own, shipped]
+    if as_json:
+        print(json.dumps(catalogue(*folders), indent=2))
+        return 0
     if len(folders) == 2:
         print(f"in {folders[0]} (dflash fit FILE):")
         _print_rows([(f"{name}.yaml", summary_of(folders[0] / f"{name}.yaml")) for name in recipe_names(folders[0])])

@@ -6,8 +6,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
 
+from dflash_lightning.errors import SettingError
+
 # Settings without a group that a message may name.
 _TOP_LEVEL = ("init_from", "draft_vocabulary", "seed", "loss")
+_NO_ADVICE = "Change it"
 
 
 @dataclass(frozen=True)
@@ -44,10 +47,20 @@ def close_match(name: str, known: Iterable[str]) -> str | None:
     return next(iter(get_close_matches(name, sorted(known), n=1)), None)
 
 
-def split_message(message: str, where: str) -> Fault:
-    """A constructor's own error as a fault: the first sentence is what is wrong, the rest what to do."""
-    what, _, do = message.partition(". ")
+def fault_of(error: ValueError, where: str) -> Fault:
+    """An error that was raised for the setting ``where``, as a fault. A ``SettingError`` says itself where it stands.
+
+    Of any other error (a class of one's own, a library) the first sentence is what is wrong, the rest what to do.
+    """
+    if isinstance(error, SettingError):
+        return Fault(_key(error.where, where), error.what, error.advice or _NO_ADVICE)
+    what, _, do = str(error).partition(". ")
     key, colon, rest = what.partition(": ")
     if colon and " " not in key:  # the message names its key itself
-        where, what = (key if "." in key or key in _TOP_LEVEL else where), rest
-    return Fault(where, what.rstrip("."), do.rstrip(".") or "Change it")
+        where, what = _key(key, where), rest
+    return Fault(where, what.rstrip("."), do.rstrip(".") or _NO_ADVICE)
+
+
+def _key(named: str, where: str) -> str:
+    """The key that an error names, if it is one of a recipe; else where the error came from."""
+    return named if "." in named or named in _TOP_LEVEL else where

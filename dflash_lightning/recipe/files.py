@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from dflash_lightning.data.read.sources import Source, TrainFiles, make_sources
 from dflash_lightning.files import DraftOrigin, find_draft_place, find_file
-from dflash_lightning.recipe.faults import Fault, split_message
+from dflash_lightning.recipe.faults import Fault, fault_of
 from dflash_lightning.recipe.hints import fits
 from dflash_lightning.recipe.nodes import faults_of
 from dflash_lightning.recipe.tree import holds_unknown, mapping_at, select
@@ -54,7 +54,7 @@ def _start_faults(start: Any, run_dir: Any) -> Iterator[Fault]:
     try:
         origin = DraftOrigin.read(start) if isinstance(start, str | dict) and not holds_unknown(start) else None
     except ValueError as error:
-        yield split_message(str(error), "init_from")
+        yield fault_of(error, "init_from")
         return
     if origin is None:
         return
@@ -75,7 +75,7 @@ def _source_faults(value: Any, where: str) -> Iterator[Fault]:
     try:
         sources = list(_sources(value, where))
     except ValueError as error:
-        yield split_message(str(error), where)
+        yield fault_of(error, where)
         return
     for at, source in sources:
         yield from faults_of(partial(source.check, at), at)

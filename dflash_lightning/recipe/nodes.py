@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dflash_lightning.recipe.arguments import Arguments, Reader, by_import
-from dflash_lightning.recipe.faults import Fault, hint_for, split_message
+from dflash_lightning.recipe.faults import Fault, fault_of, hint_for
 from dflash_lightning.recipe.hints import advice, describe, fits, is_settings_class
 from dflash_lightning.recipe.make import make
 from dflash_lightning.recipe.tree import UNKNOWN, holds_unknown
@@ -125,7 +125,7 @@ def faults_of(look: Callable[[], Any], where: str) -> Iterator[Fault]:
     try:
         look()
     except ValueError as error:
-        yield split_message(str(error), where)
+        yield fault_of(error, where)
 
 
 def class_of(read: Reader, path: str) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 from dflash_lightning.data.read.process import Processing
 from dflash_lightning.model.start import DraftPlan
-from dflash_lightning.recipe.faults import Fault, split_message
+from dflash_lightning.recipe.faults import Fault, fault_of
 from dflash_lightning.recipe.make import locate, make
 from dflash_lightning.recipe.nodes import faults_of
 from dflash_lightning.recipe.tree import holds_unknown, mapping_at, select
@@ -41,7 +41,7 @@ def target_faults(tree: dict[str, Any], *, local: bool = True) -> Iterator[Fault
     try:
         found = preview(node["source"], **known, local=local)
     except ValueError as error:
-        yield split_message(str(error), "target.source")
+        yield fault_of(error, "target.source")
         return
     if found is None:
         return

@@ -1,0 +1,161 @@
+"""``dflash new``: the files that a method of one's own begins with, one class on one axis."""
+
+from __future__ import annotations
+
+import argparse
+import keyword
+import re
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from string import Template
+
+from dflash_lightning.errors import SettingError
+
+# Where the class of each kind lies in this repository, and whether a recipe chooses it through ``decoding``.
+KINDS = {
+    "loss": "loss",
+    "head": "head",
+    "conditioning": "conditioning",
+    "drafter": "drafter",
+    "block": "block",
+    "builder": "decoding/builder",
+    "policy": "decoding/policy",
+    "verifier": "decoding/verifier",
+}
+_TEMPLATES = "commands/templates"
+
+
+@dataclass(frozen=True)
+class Method:
+    """A class to be written: its ``kind``, its name in recipes and the folder of the package it goes to.
+
+    ``package`` null means this repository.
+    """
+
+    kind: str
+    name: str
+    package: Path | None
+    root: Path
+
+    @property
+    def class_name(self) -> str:
+        return "".join(word.capitalize() for word in self.name.split("_"))
+
+    @property
+    def module(self) -> str:
+        parts = ["dflash_lightning", *KINDS[self.kind].split("/")] if self.package is None else self.package.parts
+        return ".".join([*parts, self.name])
+
+    @property
+    def group(self) -> str:
+        """The recipe group of the option."""
+        return KINDS[self.kind].partition("/")[0]
+
+    def files(self) -> dict[Path, str]:
+        """Content by path, relative to ``root``, in the order in which they are worth reading."""
+        folder = Path("dflash_lightning") / KINDS[self.kind] if self.package is None else self.package
+        made = {folder / f"{self.name}.py": self._filled(self.kind)}
+        if self.package is None:
+            made[Path("recipes") / self.group / f"{self.name}.yaml"] = self._option()
+            made[Path("tests") / KINDS[self.kind] / f"test_{self.name}.py"] = self._filled("test")
+            return made
+        made[Path(self.group) / f"{self.name}.yaml"] = self._option()
+        made[Path(f"{self.name}.yaml")] = self._recipe()
+        made[Path("tests") / f"test_{self.name}.py"] = self._filled("test")
+        return made
+
+    def shared_files(self) -> dict[Path, str]:
+        """What a package needs once; files that are there are left alone."""
+        if self.package is None:
+            return {}
+        top, folders = self.package.parts[0], [self.package, *self.package.parents][:-1]
+        project = top.replace("_", "-")
+        made = {folder / "__init__.py": "" for folder in reversed(folders)}
+        made[Path("pyproject.toml")] = (
+            f'[project]\nname = "{project}"\nversion = "0.1.0"\ndependencies = ["dflash-lightning"]\n\n'
+            f'[tool.setuptools.packages.find]\ninclude = ["{top}*"]\n'
+        )
+        return made
+
+    def _filled(self, template: str) -> str:
+        text = (files("dflash_lightning") / _TEMPLATES / f"{template}.py.txt").read_text(encoding="utf-8")
+        words = {"name": self.name, "Class": self.class_name, "module": self.module, "kind": self.kind}
+        return Template(text).substitute(words)
+
+    def _option(self) -> str:
+        path = f"{self.module}.{self.class_name}"
+        head = f"# {self.class_name}: what it does, in one line, with its paper.\n"
+        if self.kind == "loss":
+            return f"{head}{self.name}:\n  _target_: {path}\n"
+        if self.group == "decoding":
+            return f"{head}defaults: [greedy, _self_]\n{self.kind}:\n  _target_: {path}\n"
+        return f"{head}_target_: {path}\n"
+
+    def _recipe(self) -> str:
+        return (
+            f"# DFlash with {self.class_name}.\n#   dflash fit {self.name}.yaml data.train=train.jsonl "
+            f"callbacks.speculative_eval.prompts=held_out.jsonl\ndefaults:\n  - dflash\n"
+            f"  - override {self.group}: {self.name}\n  - _self_\n"
+        )
+
+
+def new(args: argparse.Namespace) -> int:
+    """Write the files and say what to do next.
+
+    Raises:
+        ValueError: the name or the folder cannot be used, or a file is there already.
+    """
+    method = plan(args.kind, args.name, args.package, Path.cwd())
+    for path, text in {**method.shared_files(), **method.files()}.items():
+        if not (method.root / path).exists():
+            _write(method.root / path, text)
+    print(next_steps(method))
+    return 0
+
+
+def plan(kind: str, name: str, package: str | None, root: Path) -> Method:
+    """The class to be written.
+
+    Raises:
+        SettingError: the name is no name of a module or is taken; no package is named outside of the repository.
+    """
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
+        allowed = "Use lower-case letters, digits and underscores, such as focal_loss"
+        raise SettingError("NAME", f"{name!r} cannot name a file and a class", allowed)
+    inside = (root / "dflash_lightning" / "component.py").is_file() and (root / "recipes").is_dir()
+    if package is None and not inside:
+        what = "this folder is not the repository, so the class goes to a package of your own"
+        raise SettingError("--package", what, do="Name its folder: --package my_methods")
+    folder = None if package is None else Path(package)
+    if folder is not None and (folder.is_absolute() or not all(part.isidentifier() for part in folder.parts)):
+        what = f"{package} is no package beside your recipes"
+        raise SettingError(
+            "--package", what, do="Name a folder below this one that Python can import, such as my_methods"
+        )
+    method = Method(kind, name, folder, root)
+    if taken := [path for path in method.files() if (root / path).exists()]:
+        raise SettingError(
+            "NAME", f"{name!r} is taken: {taken[0]} exists", do="Choose another name, or remove the file"
+        )
+    return method
+
+
+def next_steps(method: Method) -> str:
+    """What was written, and what to do with it."""
+    source, option, *recipe, test = method.files()
+    chosen = str(recipe[0]) if recipe else f"dflash {method.group}={method.name}"
+    return "\n".join(
+        [
+            f"written: {', '.join(map(str, method.files()))}",
+            f"  1. write the class           {source}",
+            f"  2. until its test passes     python -m pytest {test}",
+            f"  3. train it at toy size      dflash smoke {chosen}",
+            f"  4. see it among the options  dflash recipes{' ' + str(recipe[0]) if recipe else ''}   ({option})",
+        ]
+    )
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
