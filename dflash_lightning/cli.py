@@ -53,6 +53,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         args.parser.error(f"{strange[0]}: {_about(strange[0], args.parser)}")
     elif settings:
         args.overrides = [*args.overrides, *settings]
+    if "settings" in args:
+        args.overrides = [*args.overrides, *args.settings]
     return args
 
 

@@ -14,6 +14,7 @@ from typing import IO, Any
 
 PACKAGE_PREFIX = "package://"
 # What a run folder holds; every part that finds a run knows it by these.
+STATE_FILE = "run.json"  # of a run folder
 RECIPE_FILE = "recipe.yaml"
 CONFIG_FILE = "config.json"  # what a drafter's folder holds
 BEST_CHECKPOINT, LAST_CHECKPOINT = "checkpoints/best.ckpt", "checkpoints/last.ckpt"

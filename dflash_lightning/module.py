@@ -40,7 +40,7 @@ from dflash_lightning.training.guard import (
 )
 from dflash_lightning.training.log import StepLog
 from dflash_lightning.training.optim import LengthChange, OptimSettings, gradients, length_change, set_rates
-from dflash_lightning.training.requirements import check_labels, check_teacher
+from dflash_lightning.training.requirements import check_labels, check_signals, check_teacher
 from dflash_lightning.types import BlockLayout, FeatureSpec, SlotTotals, StepContext, TargetFeatures, TrainBatch
 
 
@@ -104,6 +104,7 @@ class DraftModule(LightningModule):
     def prepare(self, data: Any | None) -> None:
         """What ``configure_model`` does, for ``data`` (a ``DraftData`` or null); needs no trainer."""
         if self.model is None:
+            check_signals(self.terms, self.plan.head)
             self.model = self.plan.make(self.target, {} if data is None else data.used_ids())
         self._lm: LanguageHead = self.model.head_of(self.target.lm)
         if data is not None:

@@ -20,11 +20,19 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from dflash_lightning import __version__
-from dflash_lightning.files import BEST_CHECKPOINT, LAST_CHECKPOINT, RECIPE_FILE, file_digest, open_locked, write_atomic
+from dflash_lightning.files import (
+    BEST_CHECKPOINT,
+    LAST_CHECKPOINT,
+    RECIPE_FILE,
+    STATE_FILE,
+    file_digest,
+    open_locked,
+    write_atomic,
+)
 from dflash_lightning.recipe.files import data_files
 from dflash_lightning.recipe.load import recipe_text
+from dflash_lightning.recipe.renamed import with_new_names
 
-STATE_FILE = "run.json"
 _LOG_FILES = ("events.out.tfevents.*", "metrics.csv", "hparams.yaml")
 _MAY_DIFFER = ("trainer.max_time",)  # of a session, not of the run
 _MINUTES = ("train_minutes", "evaluation_minutes")
@@ -205,7 +213,7 @@ class RunFolder:
 
 
 def read_recipe(file: Path, *, resolve: bool = True) -> dict[str, Any]:
-    """A run's ``recipe.yaml`` as plain values.
+    """A run's ``recipe.yaml`` as plain values, under today's names.
 
     Raises:
         ValueError: the file is no YAML mapping, or one of its parts that others read is of a wrong type.
@@ -222,7 +230,7 @@ def read_recipe(file: Path, *, resolve: bool = True) -> dict[str, Any]:
     template = tree.get("data", {}).get("chat_template_kwargs")
     if not isinstance(template, dict | None):
         raise ValueError(f"{file}: data.chat_template_kwargs is {template!r}, but holds settings (a mapping). {_MEND}")
-    return {str(key): value for key, value in tree.items()}
+    return with_new_names({str(key): value for key, value in tree.items()})
 
 
 def json_text(tree: Any, *, indent: int | None = 2) -> str:

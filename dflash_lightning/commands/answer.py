@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from dflash_lightning.commands.token_stream import TokenStream
 from dflash_lightning.decoding import DecodeResult, DecodingSettings
@@ -65,12 +65,11 @@ class Answerer:
         settings: DecodingSettings,
         *,
         longest_prompt: int,
-        compile: bool | Literal["auto"],
         stream: Callable[[], TokenStream] | None,
     ) -> None:
         self.target, self.settings, self.stream = target, settings, stream
         self.num_drafts = settings.num_drafts(draft)
-        self.decoder = settings.make_decoder(target, draft, longest_prompt=longest_prompt, compile=compile)
+        self.decoder = settings.make_decoder(target, draft, longest_prompt=longest_prompt)
 
     def __call__(
         self, prompt: list[int], *, listener: OnRound | None = None, max_new_tokens: int | None = None

@@ -12,6 +12,7 @@ from omegaconf import DictConfig
 
 from dflash_lightning.files import find_draft_place, find_file
 from dflash_lightning.recipe.check import early_faults
+from dflash_lightning.recipe.decoding import decoding_node
 from dflash_lightning.recipe.faults import RecipeError
 from dflash_lightning.recipe.load import load_recipe, load_with_faults
 from dflash_lightning.run import RunFolder
@@ -22,7 +23,7 @@ _RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK", "NODE_RANK
 
 
 def check_files(args: argparse.Namespace) -> None:
-    """Refuse prompts, drafters, exports and targets that are not there.
+    """Refuse prompts, drafters, exports and targets that are not there, and settings of decoding that are none.
 
     Raises:
         ValueError: says which argument names what, and what is allowed.
@@ -36,6 +37,8 @@ def check_files(args: argparse.Namespace) -> None:
         raise ValueError(f"{args.folder}: there is no such folder. Give one that dflash export wrote.")
     for path in [*_listed(getattr(args, "draft", None)), *_listed(getattr(args, "run_dir", None))]:
         find_draft_place(path, setting="--draft")
+    if "decoding_defaults" in args:
+        decoding_node(args)
     # An export says first what its format cannot hold, which no target changes.
     if getattr(args, "target", None) is not None and args.command != "export":
         locate(str(load_recipe("dflash", [f"target={args.target}"]).target.source))

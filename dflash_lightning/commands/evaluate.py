@@ -9,7 +9,7 @@ from typing import Any
 from dflash_lightning.commands.drafts import FoundDraft, check_device, find_draft, other_target
 from dflash_lightning.commands.evaluate_text import side_by_side, title
 from dflash_lightning.commands.measured import Measured, PromptFile, check_once, load_files
-from dflash_lightning.commands.ready import open_ready, settings_of
+from dflash_lightning.commands.ready import decoding_of, open_ready
 from dflash_lightning.decoding import DecodingSettings
 from dflash_lightning.decoding.decoder import DecodeResult
 from dflash_lightning.decoding.evaluation import Evaluator
@@ -18,8 +18,6 @@ from dflash_lightning.run import json_text, versions
 from dflash_lightning.target import FrozenTarget
 from dflash_lightning.target.served import served_line, served_settings
 
-__all__ = ["evaluate", "settings_of"]
-
 
 def evaluate(args: argparse.Namespace) -> int:
     """Print the figures of every drafter, and write them to ``--json``.
@@ -27,7 +25,7 @@ def evaluate(args: argparse.Namespace) -> int:
     The exit status is 1 when greedy output is not the plain one: in float32 at any difference, in other dtypes where
     rounding cannot explain it.
     """
-    settings = settings_of(args)
+    settings = decoding_of(args)
     check_device(args.device)
     _check_json(args.json, [*args.prompts, *args.draft])
     files = load_files(args.prompts, args.limit)

@@ -12,7 +12,7 @@ from typing import Any
 from dflash_lightning.commands.answer import Answer, Answerer
 from dflash_lightning.commands.chat import FIRST, chat
 from dflash_lightning.commands.drafts import check_device, find_draft, other_target, other_target_line
-from dflash_lightning.commands.ready import open_ready, settings_of
+from dflash_lightning.commands.ready import decoding_of, open_ready
 from dflash_lightning.commands.token_stream import GREEN, PLAIN, TokenStream
 from dflash_lightning.data import Prompt, left_out_line, load_prompts
 from dflash_lightning.data.read.values import checked_text
@@ -26,7 +26,7 @@ __all__ = ["TokenStream", "generate"]
 
 def generate(args: argparse.Namespace) -> int:
     """Answer a prompt, a file of prompts or what is typed; text as it comes, or JSON."""
-    settings = settings_of(args)
+    settings = decoding_of(args)
     _check(args)
     check_device(args.device)
     draft = find_draft(args.draft)
@@ -47,7 +47,6 @@ def generate(args: argparse.Namespace) -> int:
         draft.model,
         settings,
         longest_prompt=max(map(len, ids), default=1),
-        compile=False if args.eager else True if args.compile else "auto",
         stream=None if args.json or target.tokenizer is None else _stream_to_terminal(args, target),
     )
     if args.chat:
@@ -124,8 +123,8 @@ def _answer(answerer: Answerer, prompt: list[int], args: argparse.Namespace, num
     if answerer.stream is not None:
         return answerer(prompt)
     what = f"answer {number + 1} of {count}" if count > 1 else "answering"
-    lengths = {"max_new_tokens": args.max_new_tokens, "stop_ids": answerer.target.stop_ids}
-    with watching(what, 1, **lengths) as watch:
+    most, stop_ids = answerer.settings.max_new_tokens, answerer.target.stop_ids
+    with watching(what, 1, max_new_tokens=most, stop_ids=stop_ids) as watch:
         return answerer(prompt, listener=watch)
 
 

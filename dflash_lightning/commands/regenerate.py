@@ -5,14 +5,15 @@ from __future__ import annotations
 import argparse
 
 from dflash_lightning.commands.drafts import find_draft, open_target, open_target_of
-from dflash_lightning.commands.evaluate import settings_of
+from dflash_lightning.commands.ready import decoding_of
+from dflash_lightning.regenerate.answering import by_equality
 from dflash_lightning.regenerate.regenerate import RegenerateReport
 from dflash_lightning.regenerate.regenerate import regenerate as regenerate_file
 
 
 def regenerate(args: argparse.Namespace) -> int:
     """Answer the prompts and say what became of them."""
-    settings = settings_of(args)
+    decoding = by_equality(decoding_of(args))
     draft = None if args.draft is None else find_draft(args.draft)
     if draft is None:
         target = open_target(args.target, device=args.device, dtype=args.dtype)
@@ -25,16 +26,10 @@ def regenerate(args: argparse.Namespace) -> int:
         args.prompts,
         target,
         args.out,
-        batch_size=settings.batch_size,
-        max_new_tokens=settings.max_new_tokens,
-        temperature=settings.temperature,
-        top_p=settings.top_p,
-        top_k=settings.top_k,
-        seed=settings.seed,
+        decoding=decoding,
         limit=args.limit,
         chat_template_kwargs=kwargs,
         draft=None if draft is None else draft.model,
-        compile=settings.compile,
     )
     print(*_lines(report), sep="\n")
     return 0

@@ -13,7 +13,7 @@ from typing import Any
 
 from dflash_lightning.commands.drafts import FoundDraft, check_device, find_draft, other_target
 from dflash_lightning.commands.measured import load_files
-from dflash_lightning.commands.ready import open_ready, settings_of
+from dflash_lightning.commands.ready import decoding_of, open_ready
 from dflash_lightning.commands.report_decoding import decode_for_report
 from dflash_lightning.commands.report_text import failures, table
 from dflash_lightning.commands.run_figures import PROMPTS_KEY, REPORT_FILE, own_prompts, read_report
@@ -22,7 +22,7 @@ from dflash_lightning.data.overlap import ngram_overlap
 from dflash_lightning.data.read.rows import ChatRow, TextRow, TokenRow
 from dflash_lightning.data.read.sources import make_sources
 from dflash_lightning.decoding import DecodingSettings
-from dflash_lightning.decoding.benchmark import Timing
+from dflash_lightning.decoding.benchmark import Timing, check_greedy
 from dflash_lightning.decoding.interval import tau_interval
 from dflash_lightning.files import find_file
 from dflash_lightning.machine import machine
@@ -46,11 +46,12 @@ def report(args: argparse.Namespace) -> int:
     """
     folder = RunFolder(_folder(args.run_dir))
     file = folder.path / (OTHER_REPORT_FILE if args.other_target else REPORT_FILE)
-    settings = settings_of(args)
+    settings = decoding_of(args)
+    check_greedy(settings)
     check_device(args.device)
     draft = find_draft(args.run_dir)
     prompts = _choose_prompts(args, draft)
-    asked = _asked(args, draft, prompts)
+    asked = _asked(args, draft, prompts, settings)
     earlier = read_report(file)
     spent = _spent(folder)  # a damaged run.json is found before anything is measured
     if args.keep and earlier.get("asked") == asked:
@@ -111,16 +112,19 @@ def _choose_prompts(args: argparse.Namespace, draft: FoundDraft) -> _Prompts:
     return _Prompts(SHIPPED_PROMPTS, args.limit, args.note or "the quickstart's prompts: the run names none")
 
 
-def _asked(args: argparse.Namespace, draft: FoundDraft, prompts: _Prompts) -> dict[str, Any]:
+def _asked(
+    args: argparse.Namespace, draft: FoundDraft, prompts: _Prompts, settings: DecodingSettings
+) -> dict[str, Any]:
     """All that the figures depend on, but for what else the machine is doing."""
     weights = draft.source if draft.source.is_file() else draft.source / WEIGHTS_FILE
-    names = ("timed", "max_new_tokens", "batch_size", "target", "other_target", "device", "dtype", "eager")
+    names = ("timed", "target", "other_target", "device", "dtype")
     return {
         "drafter_sha256": file_digest(weights) if weights.is_file() else None,
         "prompts_sha256": file_digest(find_file(prompts.path, setting=prompts.setting)),
         "versions": versions(),
         "limit": prompts.limit,
         "note": prompts.note,
+        "decoding": settings.summary(),
         **{name: getattr(args, name) for name in names},
     }
 

@@ -12,6 +12,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from dflash_lightning.data import load_prompts, render_prompt
+from dflash_lightning.decoding import DecodingSettings
 from dflash_lightning.recipe.make import locate
 from dflash_lightning.recipe.tree import mapping_at, select
 from dflash_lightning.regenerate.regenerate import regenerate
@@ -82,10 +83,7 @@ class ToyWorld:
             folder / "asked.jsonl",
             load_target(str(world.target), dtype="float32"),
             world.rows,
-            batch_size=_ROWS,
-            max_new_tokens=_ANSWER,
-            temperature=1.0,
-            compile=False,
+            decoding=DecodingSettings(batch_size=_ROWS, max_new_tokens=_ANSWER, temperature=1.0, compile=False),
             progress=False,
         )
         return world

@@ -23,7 +23,7 @@ BOUNDARY = "boundary"
 class Rows:
     """One context row per position. ``boundary`` is what the last row of a context says to the slots, where it does."""
 
-    states: Float[Tensor, "B R *one"]
+    states: Float[Tensor, "B R *state"]
     boundary: Float[Tensor, "B R C"] | None = None
 
 
@@ -39,7 +39,11 @@ class RowConditioning(Conditioning):
         """The rows of all positions of ``features``."""
 
     def keys_and_values(
-        self, layer: int, states: Float[Tensor, "B R *one"], positions: Int[Tensor, "B R"], attention: ContextAttention
+        self,
+        layer: int,
+        states: Float[Tensor, "B R *state"],
+        positions: Int[Tensor, "B R"],
+        attention: ContextAttention,
     ) -> tuple[Float[Tensor, "B R Hkv D"], Float[Tensor, "B R Hkv D"]]:
         """What draft layer ``layer`` makes of the rows; by default its own projections of one state per position."""
         return attention.project(states, positions)
@@ -119,7 +123,7 @@ class DecodingRows(ContextState):
     """New rows at positions ``first ..`` beside those that the cache holds; one block per row, at ``end``."""
 
     part: RowConditioning
-    states: Float[Tensor, "B R *one"]
+    states: Float[Tensor, "B R *state"]
     first: Int[Tensor, " B"]
     end: Int[Tensor, " B"]
     cache: dict[str, Tensor]

@@ -65,10 +65,7 @@ def time_decoders(
     Raises:
         ValueError: the settings sample: then the three would decode different texts.
     """
-    if settings.temperature != 0.0:
-        raise ValueError(
-            f"temperature: {settings.temperature} draws different texts per decoder. Time at temperature 0."
-        )
+    check_greedy(settings)
     decoders = _decoders(target, draft, prompts, settings, shown)
     for decode in decoders.values():
         decode(prompts[0], 0, min(settings.max_new_tokens, _WARM_UP_TOKENS), lambda *heard: None, Timing())
@@ -88,6 +85,18 @@ def time_decoders(
                 timing.tokens += len(output)
                 timing.outputs.append(output)
     return timings
+
+
+def check_greedy(settings: DecodingSettings) -> None:
+    """Refuse settings with which three decoders would write three texts.
+
+    Raises:
+        ValueError: they sample.
+    """
+    if settings.temperature != 0.0:
+        raise ValueError(
+            f"decoding.temperature: {settings.temperature} draws different texts per decoder. Time at temperature 0."
+        )
 
 
 def _decoders(

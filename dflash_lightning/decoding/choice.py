@@ -18,8 +18,11 @@ def named_part(axis: str, value: Any) -> Any:
     """A builder, policy or verifier; a text is the name of one that needs no settings.
 
     Raises:
-        ValueError: nothing of that name is registered, or it needs settings.
+        ValueError: it is of another kind, nothing of that name is registered, or that needs settings.
     """
+    if value is not None and not isinstance(value, str | _AXES[axis]):
+        wanted = _AXES[axis].__name__
+        raise ValueError(f"decoding.{axis}: {type(value).__name__} is no {axis}. Use a {wanted}, or null.")
     if not isinstance(value, str):
         return value
     registry = _AXES[axis].registry

@@ -247,7 +247,7 @@ class Evaluator:
                 timed, plain = _joined(timed, answer), self.plain  # no time is taken in batches: what is kept will do
         if self.plain is None:
             self.plain = plain
-        expected = [g.output_ids for g in self.plain.generations] if decoder.parts.repeatable else []
+        expected = [g.output_ids for g in self.plain.generations] if self.settings.repeatable else []
         return self._found(drafted.stats, timed.stats, plain.stats, drafted.generations, expected)
 
     def _turns(self) -> list[slice]:

@@ -61,11 +61,6 @@ class DecodeParts:
     sampler: Sampler
     policy: WidthPolicy | None = None
 
-    @property
-    def repeatable(self) -> bool:
-        """Whether outputs equal plain decoding's token for token; by rejection they are only distributed alike."""
-        return self.verifier.repeatable or self.sampler.spec.greedy
-
 
 def check_compatible(parts: DecodeParts) -> None:
     """Refuse parts that would decode something else than the target's own text; called once, before decoding.

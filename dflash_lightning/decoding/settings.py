@@ -31,8 +31,8 @@ class DecodingSettings:
     both cost less, and a drafter whose slots see each other drafts another text. To feed it all slots and judge fewer
     of the drafts is a policy; that leaves the drafts as they are.
 
-    ``prepacked`` multiplies with weights laid out anew for the CPU, ``compile`` compiles the draft step; neither
-    changes which tokens are right.
+    ``prepacked`` multiplies with weights laid out anew for the CPU, ``compile`` compiles the draft step (``"auto"``:
+    only where that pays back within one ``decode``); neither changes which tokens are right.
     """
 
     max_new_tokens: int = 256  # longest answer
@@ -45,7 +45,7 @@ class DecodingSettings:
     policy: WidthPolicy | str | None = None  # null: every draft is judged whole
     verifier: Verifier | str | None = None  # null: match or token, by temperature
     block_size: int | None = None  # slots the drafter is fed; null: as many as it was trained with
-    compile: bool = True  # compile the draft step; the tokens are the same
+    compile: bool | Literal["auto"] = True  # compile the draft step; "auto": where that pays within one answer
     prepacked: bool = True  # lay weights out anew for the CPU
 
     def __post_init__(self) -> None:
@@ -85,6 +85,12 @@ class DecodingSettings:
         """Builder, policy and verifier as they were asked for; null where left open."""
         return {name: getattr(self, name) for name in _STRATEGIES}
 
+    @property
+    def repeatable(self) -> bool:
+        """Whether drafted output equals plain output token for token; by rejection it is only distributed alike."""
+        _, verifier = choose_strategies(**self.strategies, sampling=self.sampling)
+        return verifier.repeatable or self.sampling.greedy
+
     def num_drafts(self, draft: DraftModel) -> int:
         """Tokens drafted per round.
 
@@ -108,8 +114,7 @@ class DecodingSettings:
     ) -> SpeculativeDecoder:
         """A decoder for prompts of up to ``longest_prompt`` tokens; without ``draft`` it decodes plainly.
 
-        ``compile`` overrides the setting: ``"auto"`` compiles only where that pays back within one ``decode``.
-        ``shown`` says whether a line announces compilation.
+        ``compile`` overrides the setting. ``shown`` says whether a line announces compilation.
         """
         return SpeculativeDecoder(
             target,

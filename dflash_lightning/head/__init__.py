@@ -2,5 +2,6 @@
 
 from dflash_lightning.head.base import DraftHead, HeadOutput
 from dflash_lightning.head.marginal import MarginalHead
+from dflash_lightning.head.markov import MarkovHead
 
-__all__ = ["DraftHead", "HeadOutput", "MarginalHead"]
+__all__ = ["DraftHead", "HeadOutput", "MarginalHead", "MarkovHead"]

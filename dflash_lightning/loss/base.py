@@ -34,6 +34,7 @@ class LossTerm(Component, ABC, axis=True):
     temperature: float = 1.0
     coefficient: float
     view: str
+    reads: tuple[str, ...] = ()  # the signals of the head that the term trains
 
     def coef(self, ctx: StepContext) -> float:
         """Weight of the term at this step; a term that weighs 0 is still evaluated (DDP wants every parameter)."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from dflash_lightning.errors import SettingError
 from dflash_lightning.loss.base import taught
 from dflash_lightning.loss.slotwise import SlotwiseLoss
-from dflash_lightning.ops.lm_head import LabelLogProb, Teacher, View
+from dflash_lightning.ops.lm_head import HeadOutput, LabelLogProb, Teacher
 from dflash_lightning.types import BlockLayout, FeatureSpec
 
 
@@ -41,7 +41,7 @@ class CrossEntropy(SlotwiseLoss):
     def required(self) -> FeatureSpec:
         return FeatureSpec(last_hidden=self.labels == "target")
 
-    def per_slot(self, view: View, layout: BlockLayout, teacher: Teacher | None) -> Float[Tensor, "B N K"]:
+    def per_slot(self, out: HeadOutput, layout: BlockLayout, teacher: Teacher | None) -> Float[Tensor, "B N K"]:
         labels = layout.labels if self.labels == "data" else taught(teacher).labels()
-        (log_prob,) = view.ask(LabelLogProb(labels))
+        (log_prob,) = self.view_of(out).ask(LabelLogProb(labels))
         return -log_prob

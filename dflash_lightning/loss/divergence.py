@@ -10,7 +10,7 @@ from torch import Tensor
 from dflash_lightning.errors import SettingError
 from dflash_lightning.loss.base import Labels, check_temperature, taught
 from dflash_lightning.loss.slotwise import SlotwiseLoss
-from dflash_lightning.ops.lm_head import JSD, KL, Overlap, Request, Teacher, View
+from dflash_lightning.ops.lm_head import JSD, KL, HeadOutput, Overlap, Request, Teacher
 from dflash_lightning.types import BlockLayout, FeatureSpec
 
 Kind = Literal["forward_kl", "reverse_kl", "jsd"]
@@ -46,12 +46,12 @@ class Divergence(SlotwiseLoss):
     def required(self) -> FeatureSpec:
         return FeatureSpec(last_hidden=True)
 
-    def per_slot(self, view: View, layout: BlockLayout, teacher: Teacher | None) -> Float[Tensor, "B N K"]:
+    def per_slot(self, out: HeadOutput, layout: BlockLayout, teacher: Teacher | None) -> Float[Tensor, "B N K"]:
         law, temperature = taught(teacher), self.temperature
         request: Request = JSD(law, temperature)
         if self.kind != "jsd":
             request = KL(law, self.kind == "reverse_kl", temperature)
-        (found,) = view.ask(request)
+        (found,) = self.view_of(out).ask(request)
         return found * temperature**2
 
 
@@ -80,6 +80,6 @@ class TotalVariation(SlotwiseLoss):
     def required(self) -> FeatureSpec:
         return FeatureSpec(last_hidden=True)
 
-    def per_slot(self, view: View, layout: BlockLayout, teacher: Teacher | None) -> Float[Tensor, "B N K"]:
-        (overlap,) = view.ask(Overlap(taught(teacher), temperature=self.temperature))
+    def per_slot(self, out: HeadOutput, layout: BlockLayout, teacher: Teacher | None) -> Float[Tensor, "B N K"]:
+        (overlap,) = self.view_of(out).ask(Overlap(taught(teacher), temperature=self.temperature))
         return 1.0 - overlap

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dflash_lightning.errors import SettingError
 from dflash_lightning.loss.base import LossTerm
-from dflash_lightning.ops.lm_head import HeadOutput, Teacher, View
+from dflash_lightning.ops.lm_head import HeadOutput, Teacher
 from dflash_lightning.schedule import decay_weights
 from dflash_lightning.types import BlockLayout, SlotTotals, StepContext
 
@@ -36,13 +36,13 @@ class SlotwiseLoss(LossTerm):
         self.view = view
 
     @abstractmethod
-    def per_slot(self, view: View, layout: BlockLayout, teacher: Teacher | None) -> Float[Tensor, "B N K"]:
+    def per_slot(self, out: HeadOutput, layout: BlockLayout, teacher: Teacher | None) -> Float[Tensor, "B N K"]:
         """The loss of each slot, in nats or as a probability; anything where the slot is not valid."""
 
     def numerator(
         self, out: HeadOutput, layout: BlockLayout, teacher: Teacher | None, ctx: StepContext
     ) -> Float[Tensor, ""]:
-        losses = self.per_slot(self.view_of(out), layout, teacher)
+        losses = self.per_slot(out, layout, teacher)
         weights = slot_weights(layout.predicts, self.decay)
         # where, not a product: an invalid slot may hold NaN, and 0 * NaN is NaN.
         return torch.where(layout.valid, weights * losses, 0.0).sum()

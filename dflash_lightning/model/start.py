@@ -19,7 +19,7 @@ from dflash_lightning.errors import SettingError
 from dflash_lightning.files import DraftOrigin
 from dflash_lightning.head import DraftHead
 from dflash_lightning.model import DraftModel, make_draft_config
-from dflash_lightning.model.config import check_config
+from dflash_lightning.model.config import check_config, check_parts
 from dflash_lightning.model.found import find_draft_config, find_weights
 from dflash_lightning.model.origin import Origin
 from dflash_lightning.progress import say
@@ -58,8 +58,10 @@ class DraftPlan:
         """Refuse parts that do not go together, whatever the target is.
 
         Raises:
-            ValueError: the head cannot learn the labels of these blocks, or ``init_from.change`` names no setting.
+            ValueError: the drafter reads what the conditioning does not offer, the head cannot learn the labels of
+                these blocks, or ``init_from.change`` names no setting.
         """
+        check_parts(self.conditioning, self.drafter)
         if self.block.label_layout not in self.head.label_layouts:
             raise SettingError(
                 "block.label_layout",
@@ -169,7 +171,7 @@ class DraftPlan:
         origin, conditioning = self._origin(), self.conditioning
         if theirs is not None and origin is not None and "conditioning" in origin.stated.parts:
             conditioning = copy.copy(conditioning)  # what is left open is filled in
-            if conditioning.target_layer_ids is None:
+            if conditioning.target_layer_ids is None and theirs.target_layer_ids:
                 conditioning.target_layer_ids = list(theirs.target_layer_ids)
         config = make_draft_config(
             facts,

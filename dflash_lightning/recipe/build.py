@@ -36,7 +36,7 @@ def list_faults(cfg: DictConfig) -> list[Fault]:
     """Everything that is wrong with a recipe; imports the classes it names, loads no weights, writes nothing."""
     faults = find_faults(cfg, by_import)
     wrong = {fault.where.partition(".")[0] for fault in faults}
-    if not wrong & {"target", "block", "conditioning", "drafter", "head", "init_from", "draft_vocabulary"}:
+    if not wrong & {"target", "block", "conditioning", "drafter", "head", "loss", "init_from", "draft_vocabulary"}:
         faults += target_faults(plain_tree(cfg, []))
     return list(dict.fromkeys(faults))
 

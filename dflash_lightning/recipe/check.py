@@ -16,11 +16,13 @@ from typing import Any, get_args
 from omegaconf import DictConfig
 
 from dflash_lightning.recipe.arguments import Reader, from_source
+from dflash_lightning.recipe.evaluation import has_evaluation
 from dflash_lightning.recipe.faults import Fault, hint_for
 from dflash_lightning.recipe.files import file_faults
 from dflash_lightning.recipe.hints import hints_of
 from dflash_lightning.recipe.nodes import NodeChecker, class_of
 from dflash_lightning.recipe.ranges import range_faults
+from dflash_lightning.recipe.renamed import renamed_faults
 from dflash_lightning.recipe.trainer import trainer_faults
 from dflash_lightning.recipe.tree import mapping_at, plain_tree
 
@@ -57,6 +59,8 @@ def find_faults(cfg: DictConfig, read: Reader) -> list[Fault]:
     faults: list[Fault] = []
     tree = plain_tree(cfg, faults)
     faults += _check_tree(tree, read)
+    renamed = list(renamed_faults(tree))
+    faults = [fault for fault in faults if fault.where not in {new.where for new in renamed}] + renamed
     known = {fault.where for fault in faults}
     faults += [fault for fault in range_faults(tree) if fault.where not in known]  # the classes' own words go first
     return list(dict.fromkeys(faults))
@@ -99,7 +103,7 @@ def _check_monitors(callbacks: Any) -> Iterator[Fault]:
     Lightning would say the first after an epoch, and the second never: it would rank weights by an older measurement.
     """
     nodes = {k: v for k, v in mapping_at(callbacks).items() if isinstance(v, dict)}
-    measured = any(str(node.get("_target_")).endswith("SpeculativeEval") for node in nodes.values())
+    measured = has_evaluation(nodes.values())
     for name, node in nodes.items():
         monitor, where = node.get("monitor"), f"callbacks.{name}"
         if not str(monitor).startswith("decode/"):

@@ -12,11 +12,13 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from dflash_lightning.files import RECIPE_FILE
+from dflash_lightning.files import RECIPE_FILE, STATE_FILE
 from dflash_lightning.recipe.compose import CannotCompose, compose_file
+from dflash_lightning.recipe.evaluation import has_evaluation
 from dflash_lightning.recipe.faults import Fault, RecipeError, hint_for
 from dflash_lightning.recipe.folders import recipe_names, recipes_folder
 from dflash_lightning.recipe.overrides import TARGET, Overrides
+from dflash_lightning.recipe.renamed import with_new_names
 from dflash_lightning.recipe.yaml import yaml_traps
 
 # Groups whose parts have names and are used together.
@@ -30,7 +32,8 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> DictConfig:
     ``name_or_path`` is a shipped name, a YAML file in any folder (its ``defaults`` may name shipped recipes and
     options, and recipes and options of its own folder, which go before shipped ones of that name), or a run folder,
     whose saved recipe is taken. A shipped name always means the shipped recipe, whatever lies in the working folder: a
-    file or run folder of that name is written as ``smoke.yaml`` or ``./smoke``.
+    file or run folder of that name is written as ``smoke.yaml`` or ``./smoke``. Settings that a run has saved under an
+    earlier name are given today's.
 
     ``overrides`` follow Hydra's grammar: ``optim.lr=1e-3``, ``drafter=other_option``. Loss terms and callbacks have
     names; an option chosen for their group replaces all of them, and what the recipe says of those it replaced goes
@@ -69,6 +72,9 @@ def load_with_faults(
         cfg = compose_file(file, asked.words)
     except CannotCompose as error:
         return None, [*error.faults, *faults], frozenset(asked.refused)
+    if file.name == RECIPE_FILE and (file.parent / STATE_FILE).exists():
+        saved: Any = OmegaConf.to_container(cfg, resolve=False)
+        cfg = OmegaConf.create(with_new_names(saved))
     OmegaConf.set_struct(cfg, False)
     if "name" not in cfg or OmegaConf.is_missing(cfg, "name"):
         cfg.name = file.stem
@@ -99,7 +105,7 @@ def _stop_following(callbacks: DictConfig) -> None:
     ``recent`` of the option ``checkpoint`` relies on evaluations, before each of which the last checkpoint is saved.
     """
     nodes: Any = OmegaConf.to_container(callbacks, resolve=False)
-    if any(isinstance(node, dict) and str(node.get("_target_")).endswith("SpeculativeEval") for node in nodes.values()):
+    if has_evaluation(nodes.values()):
         return
     following = [name for name, node in nodes.items() if isinstance(node, dict) and _follows_decoding(node)]
     for name in following:

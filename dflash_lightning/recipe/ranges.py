@@ -78,6 +78,7 @@ RANGES: dict[str, Range] = {
     "data.max_bad_rows": Range(0, 1),
     "decoding.max_new_tokens": _COUNT,
     "decoding.batch_size": _COUNT,
+    "decoding.block_size": Range(least=2, note="the root's slot counts; null feeds all slots"),
     "decoding.temperature": Range(least=0, note="0 is greedy"),
     "decoding.top_k": Range(least=1, note="null keeps all tokens"),
     "decoding.top_p": Range(above=0, most=1, note="null keeps all tokens"),

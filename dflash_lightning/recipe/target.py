@@ -14,6 +14,7 @@ from dflash_lightning.recipe.nodes import faults_of
 from dflash_lightning.recipe.tree import holds_unknown, mapping_at, select
 from dflash_lightning.target import load_target
 from dflash_lightning.target.preview import TargetPreview, preview
+from dflash_lightning.training.requirements import check_signals
 
 _PARTS = ("block", "conditioning", "drafter", "head")
 _LOADED_BY = f"{load_target.__module__}.{load_target.__name__}"
@@ -26,12 +27,14 @@ def target_faults(tree: dict[str, Any], *, local: bool = True) -> Iterator[Fault
     of their own. ``local`` asks the hub for nothing.
     """
     node = mapping_at(tree, "target")
-    if holds_unknown([tree.get(part) for part in (*_PARTS, "init_from")]):
+    if holds_unknown([tree.get(part) for part in (*_PARTS, "loss", "init_from")]):
         return
     made: dict[str, Any] = {part: make(tree[part]) for part in _PARTS}
     made |= {key: tree.get(key) for key in ("draft_vocabulary", "init_from")}
     plan = DraftPlan(**made)
     yield from faults_of(plan.check_parts, "block")
+    terms = {name: make(node) for name, node in mapping_at(tree, "loss").items()}
+    yield from faults_of(partial(check_signals, terms, plan.head), "loss")
     if holds_unknown(node) or not _is_usual(node):
         return
     known = {key: node[key] for key in ("revision", "trust_remote_code") if key in node}

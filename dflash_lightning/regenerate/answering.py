@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 import time
 from collections.abc import Callable, Iterator
@@ -10,8 +11,8 @@ from typing import Any, Literal
 
 from dflash_lightning.data.read.conversation import ChatRenderer, UnusableRow
 from dflash_lightning.data.read.messages import Message
-from dflash_lightning.decoding import Generation, SamplingSpec, SpeculativeDecoder
-from dflash_lightning.decoding.verifier import MatchVerifier
+from dflash_lightning.decoding import DecodingSettings, Generation, SpeculativeDecoder
+from dflash_lightning.decoding.verifier import MatchVerifier, Verifier
 from dflash_lightning.model import DraftModel
 from dflash_lightning.regenerate.draft_trial import TRIAL_ROWS, DraftTrial, run_trial
 from dflash_lightning.regenerate.prompt_script import Failure, Script
@@ -98,23 +99,36 @@ class Conversation:
         }
 
 
+def by_equality(decoding: DecodingSettings) -> DecodingSettings:
+    """The settings with a verifier by which answers do not depend on whether drafts are used.
+
+    Raises:
+        ValueError: they name one that rejects by chance.
+    """
+    if decoding.verifier is None:
+        return dataclasses.replace(decoding, verifier=MatchVerifier())
+    if not isinstance(decoding.verifier, Verifier) or not decoding.verifier.repeatable:
+        raise ValueError(
+            f"decoding.verifier: {type(decoding.verifier).__name__} rejects drafts by chance, so that answers would "
+            "depend on whether a draft is used. Use match, or null."
+        )
+    return decoding
+
+
 @dataclass
 class Answering:
     """Lets the target answer scripts, in batches of similar prompt length, shortest first.
 
     With a ``draft`` decoding is speculative, if that measures faster on the first rows (``trial`` says how it went).
-    The answers are the same either way: drafts are chosen without chance and stand where they match what plain decoding
-    draws. ``failures`` collects what could not be answered at all; ``new_tokens`` were decoded in ``seconds``. ``say``
-    hears what is worth a line, ``on_tokens`` how many tokens have just been decoded.
+    The answers are the same either way: drafts stand where they match what plain decoding draws (``by_equality``).
+    ``failures`` collects what could not be answered at all; ``new_tokens`` were decoded in ``seconds``. ``say`` hears
+    what is worth a line, ``on_tokens`` how many tokens have just been decoded.
     """
 
     target: FrozenTarget
     draft: DraftModel | None
     renderer: ChatRenderer
-    sampling: SamplingSpec
-    batch_size: int
-    max_new_tokens: int
-    compile: bool = True
+    decoding: DecodingSettings
     say: Callable[[str], None] = print
     on_tokens: Callable[[int], None] = lambda count: None
     failures: list[Failure] = field(default_factory=list)
@@ -137,7 +151,7 @@ class Answering:
         if self.draft is not None and self._waiting:
             self._try_draft()
         while self._waiting:
-            batch = [heapq.heappop(self._waiting)[2] for _ in range(min(self.batch_size, len(self._waiting)))]
+            batch = [heapq.heappop(self._waiting)[2] for _ in range(min(self.decoding.batch_size, len(self._waiting)))]
             for conversation, generation in zip(batch, self._decode(batch), strict=True):
                 conversation.answer(generation, self.renderer.tokenizer)
                 if conversation.done or not self._ask(conversation):
@@ -146,7 +160,8 @@ class Answering:
     def _ask(self, conversation: Conversation) -> bool:
         """Queue the next answer, or note why there can be none."""
         try:
-            conversation.ask(self.renderer, most_new_tokens(self.max_new_tokens, self.target.facts.max_positions))
+            room = most_new_tokens(self.decoding.max_new_tokens, self.target.facts.max_positions)
+            conversation.ask(self.renderer, room)
         except UnusableRow as error:
             conversation.unanswered = str(error)
             return False
@@ -155,25 +170,25 @@ class Answering:
 
     def _try_draft(self) -> None:
         """Measure on the first rows whether drafts pay at this batch size, and keep the decoder that is faster."""
-        first = [item[2] for item in heapq.nsmallest(max(self.batch_size, TRIAL_ROWS), self._waiting)]
-        length = max(len(conversation.input_ids) for conversation in first) + self.max_new_tokens
+        first = [item[2] for item in heapq.nsmallest(max(self.decoding.batch_size, TRIAL_ROWS), self._waiting)]
+        length = max(len(conversation.input_ids) for conversation in first) + self.decoding.max_new_tokens
         self.trial = run_trial(
             plain=self._decoder(False, length),
             drafted=self._decoder(True, length),
             prompts=[conversation.input_ids for conversation in first],
-            max_new_tokens=self.max_new_tokens,
+            max_new_tokens=self.decoding.max_new_tokens,
             stop_ids=self.target.stop_ids,
         )
         self.say(str(self.trial))
         del self._decoders[not self.trial.use_draft]  # with its copy of the weights
 
     def _decode(self, batch: list[Conversation]) -> list[Generation]:
-        length = max(len(conversation.input_ids) for conversation in batch) + self.max_new_tokens
+        length = max(len(conversation.input_ids) for conversation in batch) + self.decoding.max_new_tokens
         decoder = self._decoder(self.trial is not None and self.trial.use_draft and self._reaches(length), length)
         begin = time.perf_counter()
         result = decoder.decode(
             [conversation.input_ids for conversation in batch],
-            max_new_tokens=self.max_new_tokens,
+            max_new_tokens=self.decoding.max_new_tokens,
             stop_ids=self.target.stop_ids,
             # Randomness is keyed by request and position: a row's answer does not depend on its batch or on a resume.
             request_ids=[conversation.script.row for conversation in batch],
@@ -186,7 +201,7 @@ class Answering:
     def _reaches(self, length: int) -> bool:
         """Whether drafts behind the last token still have positions; the target answers the very longest rows alone."""
         assert self.draft is not None
-        drafts = self.draft.alignment.num_drafts
+        drafts = self.decoding.num_drafts(self.draft)
         return positions_needed(length, 0, drafts) <= self.target.facts.max_positions
 
     def _decoder(self, drafted: bool, length: int) -> SpeculativeDecoder:
@@ -194,14 +209,9 @@ class Answering:
         decoder = self._decoders.get(drafted)
         if decoder is None or decoder.max_length < length:
             self._decoders.pop(drafted, None)  # its memory is free before the next one takes some
-            decoder = SpeculativeDecoder(
-                self.target,
-                self.draft if drafted else None,
-                sampling=self.sampling,
-                verifier=MatchVerifier(),
-                max_length=self._longest(length) if drafted else self.target.facts.max_positions,
-                batch_size=self.batch_size,
-                compile=self.compile,
+            rows = self._longest(length) if drafted else self.target.facts.max_positions
+            decoder = self.decoding.make_decoder(
+                self.target, self.draft if drafted else None, longest_prompt=rows - self.decoding.max_new_tokens
             )
             self._decoders[drafted] = decoder
         return decoder
@@ -216,5 +226,5 @@ class Answering:
             later = conversation.script.messages[conversation.asked :]
             texts = sum(len(self.renderer.tokenizer.encode(message["content"])) + 64 for message in later)
             answers = 1 + sum(message["role"] == "user" for message in later)
-            length = max(length, min(room, prompt_length + texts + answers * self.max_new_tokens))
+            length = max(length, min(room, prompt_length + texts + answers * self.decoding.max_new_tokens))
         return length

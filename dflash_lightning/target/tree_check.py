@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dflash_lightning.ops.plain_mode import plain_mode
 from dflash_lightning.target.frozen import FrozenTarget
-from dflash_lightning.target.intact import TAIL, token_errors, typical_error
+from dflash_lightning.target.intact import TAIL, probe_length, token_errors, typical_error
 from dflash_lightning.types import TargetFeatures
 
 _PARENTS = [0, 0, 0, 2, 3]  # a root, two siblings, and a chain of two after the second of them
@@ -34,10 +34,11 @@ def tree_error(judge: TreeJudge, target: FrozenTarget) -> float:
     error is that of a typical node after the first of two siblings (see ``intact.typical_error``): these nodes might
     see that sibling, or stand one position too far.
     """
-    ids = target.run_intact_probe().ids[0].tolist()
-    long = max(1, len(ids) - len(_WAY))
-    texts = [ids[:long], ids[: min(TAIL, long)]]
-    tokens = torch.tensor([[(17 * k + 5 * b + 1) % target.facts.vocab_size for k in range(5)] for b in range(2)])
+    facts = target.facts
+    long = max(1, probe_length(target.model.config, facts.max_positions) - len(_WAY))
+    ids = [(37 * i + 3) % facts.vocab_size for i in range(long)]
+    texts = [ids, ids[:TAIL]]
+    tokens = torch.tensor([[(17 * k + 5 * b + 1) % facts.vocab_size for k in range(len(_PARENTS))] for b in range(2)])
     judge.prefill(texts)
     found = judge.verify(tokens, parents=torch.tensor([_PARENTS, _PARENTS]))
     errors = []

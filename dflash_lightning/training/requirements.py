@@ -1,4 +1,4 @@
-"""What loss terms ask of the training data, checked before the first step."""
+"""What loss terms ask of the training data and of the head, checked before the first step."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 
+from dflash_lightning.head import DraftHead
 from dflash_lightning.loss import LossTerm
 
 
@@ -57,4 +58,24 @@ def check_teacher(
         raise ValueError(
             f"data.cache_dtype: {rounded} rounds the target's last hidden states ({exact}), from which "
             f"loss.{asking[0]} takes the target's law. Set data.cache_dtype to null, or data.cache_features to null."
+        )
+
+
+def check_signals(terms: Mapping[str, LossTerm], head: DraftHead) -> None:
+    """Refuse a term that reads a signal nobody offers, and a signal that no term trains but a policy would read.
+
+    Raises:
+        ValueError: names the signal.
+    """
+    for name, term in terms.items():
+        if missing := [signal for signal in term.reads if signal not in head.signals]:
+            raise ValueError(
+                f"loss.{name}: reads the signal {missing[0]!r}, but head {head.name!r} offers {list(head.signals)}. "
+                "Choose a head that has it (head=markov head.confidence=true), or take the term out."
+            )
+    trained = {signal for term in terms.values() for signal in term.reads}
+    if idle := [signal for signal in head.signals if signal not in trained]:
+        raise ValueError(
+            f"head.{idle[0]}: no loss term trains this signal, so it would stay random. Add one that reads it "
+            f"(loss=[..,{idle[0]}]), or switch it off."
         )

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from dflash_lightning.block import Anchored
-from dflash_lightning.conditioning import KVInjection, NullConditioning
+from dflash_lightning.conditioning import InputFusion, KVInjection, LayerMix, NullConditioning
+from dflash_lightning.decoding import DecodingSettings
 from dflash_lightning.drafter import BlockTransformer
 from dflash_lightning.head import MarginalHead
 from dflash_lightning.model import DraftModel, make_draft_config
@@ -14,6 +15,8 @@ BLOCK = 4
 MEMBERS = {
     "kv_injection": lambda: KVInjection(target_layer_ids=[0, 2]),
     "no_features": NullConditioning,
+    "layer_mix": lambda: LayerMix(target_layer_ids=[3, 0, 2]),
+    "input_fusion": lambda: InputFusion(target_layer_ids=[0, 2]),
 }
 
 
@@ -100,6 +103,33 @@ def test_the_first_block_after_a_prompt_sees_all_of_it_though_its_call_brings_no
         stale = new_rows(features, none, none, 8)
         served = model.draft_hidden(embeddings, stale, none, cache, tiny_target.lm)
         torch.testing.assert_close(served, trained, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", MEMBERS)
+def test_a_decoding_drafts_what_training_computes_on_the_text_that_it_made(
+    tiny_target, make_model, make_layout, name, monkeypatch
+):
+    """Through prefill, loop and buffers, ragged: the token after the last row is the root that the loop has chosen."""
+    model, prompts = make_model(MEMBERS[name]()), [[5, 9, 3, 200, 17], [44], [(37 * i) % 250 for i in range(70)]]
+    settings = DecodingSettings(max_new_tokens=12, batch_size=3, compile=False, packed=False)
+    decoder = settings.make_decoder(tiny_target, model, longest_prompt=70)
+    proposer, drafted = decoder.parts.proposer, []
+    step = proposer.propose
+
+    def spied(*arguments):
+        scores = step(*arguments)
+        drafted.append((proposer.cache.cursor[:3].clone(), scores.logits.clone()))
+        return scores
+
+    monkeypatch.setattr(proposer, "propose", spied)
+    result = decoder.decode(prompts, max_new_tokens=12, stop_ids=())
+    assert len(drafted) > 2
+    for b, generation in enumerate(result.generations):
+        text = torch.tensor([prompts[b] + generation.output_ids])
+        features = tiny_target.features(text, torch.arange(text.shape[1])[None], model.required())
+        for cursors, logits in drafted[: len(generation.committed)]:
+            _, hidden = trained_hidden(model, tiny_target, features, cursors[b : b + 1], make_layout)
+            torch.testing.assert_close(logits[b], tiny_target.lm.logits(hidden[0, 1:]), rtol=1e-4, atol=1e-3)
 
 
 @torch.no_grad()

@@ -152,6 +152,37 @@ def test_batches_get_from_the_disk_what_they_get_on_the_fly(
     assert padded > 0
 
 
+@pytest.mark.parametrize("place", ["ram", "disk"])
+def test_a_half_precision_cache_rounds_what_is_read_and_not_the_teacher(
+    tiny_target: FrozenTarget, rows: Path, tmp_path: Path, place: Any
+) -> None:
+    """Every field of features made on the fly comes out of the cache; the teacher's states are the target's own."""
+    extra = {"features_folder": str(tmp_path / "features")} if place == "disk" else {}
+    cached = draft_data(tiny_target, rows, cache_features=place, cache_dtype="bfloat16", **extra)
+    exact = draft_data(tiny_target, rows, cache_features="ram")
+    plain = draft_data(tiny_target, rows)
+    found, whole, expected = (
+        data.on_after_batch_transfer(data.on_before_batch_transfer(next(iter(data.train_dataloader())), 0), 0).features
+        for data in (cached, exact, plain)
+    )
+    assert found.tensors().keys() == expected.tensors().keys() == {"hidden", "last_hidden", "ids", "next_ids"}
+    assert torch.equal(found.last_hidden, whole.last_hidden)
+    assert torch.equal(found.hidden, whole.hidden.bfloat16().float()) and not torch.equal(found.hidden, whole.hidden)
+    assert torch.equal(found.ids, expected.ids) and torch.equal(found.next_ids, expected.next_ids)
+
+
+def test_files_of_the_format_that_rounded_the_teacher_are_under_another_key(
+    store: DocumentStore, tiny_target: FrozenTarget
+) -> None:
+    """And those without it are as they were, so that they are used again."""
+    keys = [
+        feature_key(store, tiny_target, FeatureSpec((0, 2), last), row_tokens=None, dtype=torch.bfloat16)
+        for last in (True, False)
+    ]
+    assert [key.get("last_hidden_in") for key in keys] == ["torch.float32", None]
+    assert "last_hidden_in" not in keys[1] and keys[1]["format"] == 1
+
+
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 2**-8), (torch.float16, 2**-11)])
 def test_features_stored_in_half_precision_are_within_its_rounding(
     store: DocumentStore, tiny_target: FrozenTarget, tmp_path: Path, dtype: torch.dtype, bound: float

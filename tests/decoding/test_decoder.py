@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dflash_lightning.decoding import DecodeStats, SamplingSpec, SpeculativeDecoder
-from dflash_lightning.decoding.builder import BestChain, SampledChain
+from dflash_lightning.decoding.builder import BestChain, BestFirstTree, SampledChain
 from dflash_lightning.decoding.choice import choose_strategies, named_part
 from dflash_lightning.decoding.loop import decode_batch
 from dflash_lightning.decoding.noise import Noise
@@ -52,11 +52,46 @@ def test_every_family_writes_what_generate_writes_whatever_is_drafted(
     assert all(stats.histogram), "rounds with no, partial and full acceptance"
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss"])
+def test_trees_write_what_generate_writes_and_keep_paths_of_all_shapes(
+    family, make_target, scripted_proposer, plain_generate
+) -> None:
+    """At every depth the right token is the first, second or third candidate of three, or none of them."""
+    target = make_target(family)
+    expected = [plain_generate(target, prompt, MAX_NEW, ()) for prompt in PROMPTS]
+    rng = random.Random(3)
+
+    def make_scores(first: int):
+        def scores(b: int, text: list[int], r: int) -> torch.Tensor:
+            whole = PROMPTS[first + b] + expected[first + b] + [0] * 10
+            logits = torch.zeros(4, 272)
+            for depth, right in enumerate(whole[len(text) : len(text) + 4]):
+                place = rng.choice([0, 0, 1, 2, 3])
+                for k in range(3):
+                    logits[depth, (right + k - place) % 272] = 8.0 - k / (1 + depth)
+            return logits
+
+        return scores
+
+    stats = DecodeStats(4)
+    for batch_size in (1, 3):
+        for first in range(0, 3, batch_size):
+            adapter = _TokenFeatures(TargetAdapter(target, FeatureSpec((1,))))
+            proposer, sampler = scripted_proposer(4, make_scores(first)), Sampler(SamplingSpec(), Noise(0))
+            parts = DecodeParts(adapter, proposer, BestFirstTree(budget=20), MatchVerifier(), sampler)
+            prompts, ids = PROMPTS[first : first + batch_size], list(range(batch_size))
+            found = decode_batch(parts, prompts, ids, max_new_tokens=MAX_NEW, stop_ids=(), stats=stats)
+            assert [g.output_ids for g in found] == expected[first : first + batch_size]
+    assert stats.histogram[0] and sum(stats.histogram[2:]), "rounds that keep the root alone, and paths"
+    assert adapter.moved, "paths that do not lie in the cache's first rows"
+
+
 class _TokenFeatures:
     """An adapter whose features are the tokens themselves, which is what the scripted proposer reads."""
 
     def __init__(self, adapter: TargetAdapter) -> None:
         self.adapter = adapter
+        self.moved = False  # whether a path was kept whose rows were not the first ones
 
     trees, max_batch = True, None
 
@@ -75,6 +110,8 @@ class _TokenFeatures:
         return self.adapter.verify(tokens, parents=parents, live=live)
 
     def commit(self, path, keep):
+        if path is not None:
+            self.moved |= any(path[b, :kept].tolist() != list(range(kept)) for b, kept in enumerate(keep.tolist()))
         features = self.adapter.commit(path, keep)
         features.hidden = (self.tokens if path is None else self.tokens.gather(1, path))[..., None, None].float()
         return features
@@ -179,7 +216,6 @@ def test_sampling_by_match_equals_plain_sampling_in_any_batch(
     expected = [g.output_ids for g in plain.generations]
     overfit_draft(target, draft, list(zip(PROMPTS[:2], expected[:2], strict=True)), steps=40)
     matching = _decoder(target, draft, sampling=spec, verifier=MatchVerifier(), batch_size=3)
-    assert matching.parts.repeatable
     drafted = matching.decode(PROMPTS, max_new_tokens=MAX_NEW, stop_ids=(), request_ids=[30, 10, 20])
     assert [g.output_ids for g in drafted.generations] == expected
     assert drafted.stats.histogram[0] and sum(drafted.stats.histogram[1:-1]) and drafted.stats.histogram[-1]
@@ -198,7 +234,6 @@ def test_sampling_by_rejection_is_repeatable_and_not_batch_dependent(make_target
 
     def decode(prompts, requests, batch_size):
         decoder = _decoder(target, draft, sampling=spec, batch_size=batch_size)
-        assert not decoder.parts.repeatable
         result = decoder.decode(prompts, max_new_tokens=12, stop_ids=(), request_ids=requests)
         return [g.output_ids for g in result.generations]
 

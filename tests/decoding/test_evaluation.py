@@ -153,6 +153,12 @@ def test_settings_that_cannot_decode_are_refused_when_they_are_made(settings, me
         DecodingSettings(**settings)
 
 
+def test_only_rejection_above_temperature_0_is_not_repeatable() -> None:
+    assert DecodingSettings().repeatable and DecodingSettings(verifier="token").repeatable
+    assert DecodingSettings(temperature=1.0, verifier="match").repeatable
+    assert not DecodingSettings(temperature=1.0).repeatable
+
+
 def test_parts_without_settings_are_written_by_their_name() -> None:
     assert isinstance(DecodingSettings(verifier="token").verifier, RejectionVerifier)
     assert DecodingSettings(temperature=1.0, verifier="match").summary()["verifier"] == {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from functools import cache
 
 import pytest
 import torch
@@ -12,8 +13,11 @@ from torch import Tensor
 from dflash_lightning.decoding.builder import BestChain, BestFirstTree, DraftBuilder, SampledChain, SampledTree
 from dflash_lightning.decoding.builder.grow import grow
 from dflash_lightning.decoding.law import Law
+from dflash_lightning.decoding.loop import decode_batch
 from dflash_lightning.decoding.noise import Noise
+from dflash_lightning.decoding.policy import WidthPolicy
 from dflash_lightning.decoding.sampling import Sampler, SamplingSpec
+from dflash_lightning.decoding.stats import DecodeStats
 from dflash_lightning.decoding.types import Draft, Round, Scores
 from dflash_lightning.decoding.verifier import MatchVerifier, RejectionVerifier
 
@@ -278,71 +282,108 @@ def test_the_walk_follows_the_targets_own_tokens(own, dead, accepted, path, foll
 
 def next_logits(text: list[int]) -> Tensor:
     """A target of ten tokens whose law hangs on its last three."""
-    generator = torch.Generator().manual_seed(sum(31**i * token for i, token in enumerate(text[-3:])) + 7)
+    return _next_logits(tuple(text[-3:]))
+
+
+@cache
+def _next_logits(last: tuple[int, ...]) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(31**i * token for i, token in enumerate(last)) + 7)
     return 2 * torch.randn(10, generator=generator)
 
 
-def decode(prompts: list[list[int]], builder: DraftBuilder | None, verifier, sampler: Sampler) -> tuple[list, list]:
-    """Texts of 30 tokens more, and how many drafts each round accepted; the drafter knows half of the target."""
-    texts, accepted = [list(prompt) for prompt in prompts], []
-    generator = torch.Generator().manual_seed(5)
-    requests, index = torch.arange(len(prompts)), 0
-    for text, request in zip(texts, requests, strict=True):
-        own = sampler.choose(next_logits(text)[None, None], request[None], torch.tensor([[len(text)]]))
-        text.append(int(own))
-    while min(len(text) - len(prompt) for text, prompt in zip(texts, prompts, strict=True)) < 30:
-        guess = []
-        for text in texts:
-            ahead = list(text)
-            for _ in range(4):
-                ahead.append(int(next_logits(ahead).argmax()))
-            guess.append(torch.stack([next_logits(ahead[: len(text) + d]) for d in range(4)]))
-        noisy = torch.stack(guess) + 1.5 * torch.randn(len(texts), 4, 10, generator=generator)
-        roots = torch.tensor([text[-1] for text in texts])
-        where = Round(requests, torch.tensor([len(text) - 1 for text in texts]), index)
-        draft = (
-            Draft(roots[:, None], "delta") if builder is None else builder.build(roots, Scores(noisy), where, sampler)
-        )
-        logits = torch.stack([torch.stack(laws_at(draft, b, text)) for b, text in enumerate(texts)])
-        verdict = verifier.verify(draft, logits, where, sampler)
-        path = torch.arange(draft.tokens.shape[1]).expand_as(draft.tokens) if verdict.path is None else verdict.path
-        for b, text in enumerate(texts):
-            count = int(verdict.accepted[b])
-            text += [*draft.tokens[b, path[b, 1 : count + 1]].tolist(), int(verdict.following[b])]
-        accepted += verdict.accepted.tolist()
-        index += 1
-    return [text[: len(prompt) + 30] for text, prompt in zip(texts, prompts, strict=True)], accepted
+def guess(row: int, text: list[int], index: int) -> Tensor:
+    """A drafter of four slots that knows half of the target: its laws after the likeliest tokens, and noise."""
+    generator = torch.Generator().manual_seed(1000 * row + index)
+    ahead, laws = list(text), []
+    for _ in range(4):
+        laws.append(next_logits(ahead) + 1.5 * torch.randn(10, generator=generator))
+        ahead.append(int(next_logits(ahead).argmax()))
+    return torch.stack(laws)
 
 
-def laws_at(draft: Draft, row: int, text: list[int]) -> list[Tensor]:
-    """Logits after every node of one row; a node sees the text and its own path."""
-    texts = [text]
-    for k in range(1, draft.tokens.shape[1]):
-        parent = k - 1 if draft.parents is None else int(draft.parents[row, k])
-        texts.append([*texts[parent], int(draft.tokens[row, k])])
-    return [next_logits(one) for one in texts]
+PROMPTS = [[1, 2], [3], [4, 5, 6, 7]]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_matched_trees_write_what_plain_decoding_writes(temperature: float) -> None:
-    """Token for token, at temperature 0 and with keyed noise above it; ragged prompts, alone and together."""
-    sampler = Sampler(SamplingSpec(temperature=temperature, top_k=6 if temperature else None), Noise(3))
-    prompts = [[1, 2], [3], [4, 5, 6, 7]]
-    plain, _ = decode(prompts, None, MatchVerifier(), sampler)
-    counts: dict[str, float] = {}
-    for builder in (BestChain(), BestFirstTree(budget=8), SampledTree(branching=[2, 2]), SampledTree(budget=6)):
-        texts, accepted = decode(prompts, builder, MatchVerifier(), sampler)
-        assert texts == plain, type(builder)
-        assert {0, 1, 2} <= {*accepted}
-        counts[builder.name] = sum(accepted) / len(accepted)
-    assert counts["best_first_tree"] > counts["best_chain"]
+@pytest.fixture
+def decode(table_target, scripted_proposer, make_parts) -> Callable[..., tuple[list[list[int]], DecodeStats]]:
+    """``decode(builder, verifier="match", prompts=PROMPTS, stop_ids=(), **sampling)``; no builder decodes plainly."""
+
+    def run(builder=None, verifier="match", prompts=PROMPTS, stop_ids=(), policy=None, **sampling):
+        proposer = None if builder is None else scripted_proposer(4, guess)
+        parts = make_parts(table_target(next_logits), proposer, verifier, builder=builder, policy=policy, **sampling)
+        stats = DecodeStats(parts.proposer.num_drafts)
+        requests = [PROMPTS.index(prompt) for prompt in prompts]
+        found = decode_batch(parts, prompts, requests, max_new_tokens=30, stop_ids=stop_ids, stats=stats)
+        return [generation.output_ids for generation in found], stats
+
+    return run
 
 
-def test_rejection_at_temperature_0_is_the_longest_match() -> None:
-    prompts = [[1, 2], [3], [4, 5, 6, 7]]
-    plain, _ = decode(prompts, None, MatchVerifier(), GREEDY)
-    for builder in (SampledTree(branching=[2, 2]), SampledChain()):
-        assert decode(prompts, builder, RejectionVerifier(), GREEDY)[0] == plain
+TREES = [BestFirstTree(budget=8), SampledTree(branching=[2, 2]), SampledTree(budget=6)]
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "top_k": 6, "seed": 3}], ids=["greedy", "sampling"])
+def test_matched_trees_write_what_plain_decoding_writes(decode, sampling: dict) -> None:
+    """Token for token, with keyed noise above temperature 0; ragged prompts, ended rows, stop tokens inside a path."""
+    plain, _ = decode(**sampling)
+    _, chain = decode(BestChain(), **sampling)
+    for builder in TREES:
+        texts, stats = decode(builder, **sampling)
+        assert texts == plain, builder.settings()
+        assert all(stats.histogram[:3])
+    alone = [decode(TREES[0], prompts=[prompt], **sampling) for prompt in PROMPTS]
+    assert [texts[0] for texts, _ in alone] == plain
+    assert sum(stats.tau for _, stats in alone) / 3 > chain.tau
+    stop = plain[0][-1], plain[1][12]
+    ended, _ = decode(stop_ids=stop, **sampling)
+    assert len({len(text) for text in ended}) > 1
+    for builder in TREES:
+        assert decode(builder, stop_ids=stop, **sampling)[0] == ended
+
+
+class Width(WidthPolicy):
+    """The round's number modulo 4."""
+
+    name = "test_width_of_the_round"
+    sees = "past"
+
+    def width(self, draft: Draft, where: Round) -> Tensor:
+        return torch.full_like(where.requests, where.index % 4)
+
+
+def test_cut_trees_write_what_plain_decoding_writes(decode) -> None:
+    plain, _ = decode()
+    for builder in TREES:
+        texts, stats = decode(builder, policy=Width())
+        assert texts == plain and stats.histogram
+
+
+@pytest.mark.parametrize(
+    ("builder", "verifier"),
+    [(SampledTree(branching=[2, 2]), "token"), (SampledChain(), "token"), (SampledChain(), "block")],
+)
+def test_rejection_at_temperature_0_is_the_longest_match(decode, builder, verifier) -> None:
+    assert decode(builder, verifier)[0] == decode()[0]
+
+
+def test_the_loop_writes_sampled_trees_as_often_as_the_target_would(
+    table_target, scripted_proposer, make_parts, enumeration
+) -> None:
+    """Three tokens of 1500 requests, with real noise: chi-squared (26 df) below its 99.99 % point, 60.1."""
+    n, target = 1500, enumeration.long_memory(3)
+    proposer = scripted_proposer(2, lambda b, text, r: torch.tensor([[0.5, 0.2, 0.3], [0.3, 0.3, 0.4]]).log())
+    parts = make_parts(
+        table_target(lambda text: target(torch.tensor(text[1:4], dtype=torch.long)).log()),
+        proposer,
+        "token",
+        builder=SampledTree(branching=[2, 2]),
+        temperature=1.0,
+        seed=4,
+    )
+    found = decode_batch(parts, [[0]] * n, list(range(n)), max_new_tokens=3, stop_ids=(), stats=DecodeStats(2))
+    counts = torch.tensor([9 * a + 3 * b + c for a, b, c in (g.output_ids for g in found)]).bincount(minlength=27)
+    expected = torch.tensor([n * p for _, p in sorted(target.continuations((), 3).items())])
+    assert float(((counts - expected) ** 2 / expected).sum()) < 60.1
 
 
 # --- settings -------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Conversations answered by the target: the very ids it decodes, no row lost or doubled, whatever stops the job."""
 
 import copy
+import dataclasses
 import gzip
 import json
 import multiprocessing
@@ -20,7 +21,7 @@ from dflash_lightning import files
 from dflash_lightning.data.read.conversation import ChatRenderer
 from dflash_lightning.data.read.prompts import load_prompts
 from dflash_lightning.data.read.rows import TokenRow, read_rows
-from dflash_lightning.decoding import Generation, SpeculativeDecoder
+from dflash_lightning.decoding import DecodingSettings, Generation, SpeculativeDecoder
 from dflash_lightning.regenerate import answering, prompt_script, row_log
 from dflash_lightning.regenerate import regenerate as regenerate_module
 from dflash_lightning.regenerate.answering import Conversation
@@ -59,9 +60,10 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def run(prompts: Path, target: FrozenTarget, out: Path, **settings: Any) -> Any:
-    return regenerate(
-        prompts, target, out, **{"batch_size": 3, "max_new_tokens": MAX_NEW, "progress": False, **settings}
-    )
+    names = {field.name for field in dataclasses.fields(DecodingSettings)}
+    decoding = {"batch_size": 3, "max_new_tokens": MAX_NEW, **{k: v for k, v in settings.items() if k in names}}
+    others = {k: v for k, v in settings.items() if k not in names}
+    return regenerate(prompts, target, out, decoding=DecodingSettings(**decoding), **{"progress": False, **others})
 
 
 def greedy(target: FrozenTarget, prompt: list[int]) -> list[int]:
@@ -466,7 +468,7 @@ def test_bad_input_is_refused_before_anything_is_written(
         run(tmp_path / "nowhere.jsonl", target, out)
     with pytest.raises(ValueError, match="holds no rows"):
         run(write_rows(tmp_path / "empty.jsonl", ["\n"]), target, out)
-    with pytest.raises(ValueError, match=r"regenerate\.batch_size: 0 .* Use 1 or more"):
+    with pytest.raises(ValueError, match=r"decoding\.batch_size: 0 .* Use 1 or more"):
         run(prompts, target, out, batch_size=0)
     with pytest.raises(ValueError, match=r"needs? a tokenizer"):
         run(prompts, FrozenTarget(make_tiny_model("llama"), name="bare"), out)

@@ -90,6 +90,7 @@ def test_features_and_logits_of_kept_rows_equal_one_full_forward(make_target: Ma
     adapter = TargetAdapter(target, spec)
     first, features, lengths = adapter.prefill(prompts)
     sequences = [list(prompt) for prompt in prompts]
+    assert [row[:length] for row, length in zip(features.ids.tolist(), lengths, strict=True)] == prompts
     rows = [[features.hidden[b, : lengths[b]]] for b in range(3)]
     last = [[features.last_hidden[b, : lengths[b]]] for b in range(3)]
     logits: list[list[Tensor]] = [[first[b : b + 1]] for b in range(3)]
@@ -98,6 +99,7 @@ def test_features_and_logits_of_kept_rows_equal_one_full_forward(make_target: Ma
         tokens = torch.randint(0, 256, (3, 4), generator=generator)
         block_logits = adapter.verify(tokens)
         features = adapter.commit(None, torch.tensor(keep))
+        assert torch.equal(features.ids, tokens) and torch.equal(features.next_ids[:, :-1], tokens[:, 1:])
         assert block_logits.shape == (3, 4, 272) and features.hidden.shape == (3, 4, 2, 32)
         for b, kept in enumerate(keep):
             sequences[b] += tokens[b, :kept].tolist()

@@ -245,6 +245,30 @@ def test_digest_names_the_weights_and_nothing_else(make_tiny_model: Callable, tm
     assert digests == {first.facts.digest}
 
 
+class Codes(nn.Module):
+    """A quantised layer as GPTQ and AWQ keep it: no parameter, codes and scales in buffers that are saved."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        drawn = torch.Generator().manual_seed(seed)
+        self.register_buffer("qweight", torch.randint(-(2**31), 2**31 - 1, (4, 32), generator=drawn, dtype=torch.int32))
+        self.register_buffer("scales", torch.rand(32, generator=drawn))
+        self.register_buffer("inv_freq", torch.rand(3), persistent=False)
+
+
+def test_two_quantisations_have_two_digests_though_all_parameters_are_equal(make_tiny_model: Callable) -> None:
+    plain, digests = FrozenTarget(make_tiny_model("llama"), name="a").facts.digest, []
+    for seed in (0, 0, 1):
+        model = make_tiny_model("llama")
+        model.model.layers[1].mlp.codes = Codes(seed)
+        digests.append(FrozenTarget(model, name="a").facts.digest)
+    assert digests[0] == digests[1] != digests[2] and plain not in digests
+    last = make_tiny_model("llama")
+    last.model.layers[1].mlp.codes = Codes(0)
+    last.model.layers[1].mlp.codes.qweight[0, 0] ^= 1  # the lowest bit of 32, which rounding would hide
+    assert FrozenTarget(last, name="a").facts.digest != digests[0]
+
+
 def test_digest_is_the_same_in_every_process_and_version(make_tiny_model: Callable) -> None:
     """Weights by formula, so that the number can stand here: drafters on disk carry it."""
     model = make_tiny_model("llama")

@@ -71,22 +71,24 @@ def judge(adapter: TargetAdapter, prompts: list[list[int]], tokens: Tensor) -> T
 def test_every_node_is_judged_as_if_its_path_stood_alone(make_target: MakeTarget, sweep: ModuleType, kind: str) -> None:
     """All verified families, which are not tried at start; full, sliding and chunked attention, by sdpa and eager."""
     target = make(make_target, kind)
-    kernel = TargetAdapter(target, FeatureSpec(), packed=False)._config._attn_implementation
+    kernel = TargetAdapter(target, FeatureSpec(), prepacked=False)._config._attn_implementation
     assert kernel == ("eager" if kind in ("gemma2", "gpt_oss") or kind.endswith("eager") else GROUPED_SDPA)
     assert sweep.tree_faults(target) == []
 
 
-def test_packed_weights_judge_trees_too(make_target: MakeTarget) -> None:
+def test_prepacked_weights_judge_trees_too(make_target: MakeTarget) -> None:
     target, tokens = make_target("llama"), some_tokens(3)
-    plain, packed = (judge(TargetAdapter(target, FeatureSpec(), packed=p), PROMPTS, tokens) for p in (False, True))
-    torch.testing.assert_close(packed, plain, atol=1e-4, rtol=1e-4)
+    plain, prepacked = (
+        judge(TargetAdapter(target, FeatureSpec(), prepacked=p), PROMPTS, tokens) for p in (False, True)
+    )
+    torch.testing.assert_close(prepacked, plain, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "gpt_oss", "chunked"])
 @pytest.mark.parametrize("prompts", [PROMPTS[:1], PROMPTS], ids=["alone", "ragged"])
 def test_a_node_sees_no_other_branch(make_target: MakeTarget, kind: str, prompts: list[list[int]]) -> None:
     """Another token in one node changes the logits of the nodes below it, and no other's."""
-    adapter = TargetAdapter(make(make_target, kind), FeatureSpec(), packed=False)
+    adapter = TargetAdapter(make(make_target, kind), FeatureSpec(), prepacked=False)
     tokens = some_tokens(len(prompts))
     before = judge(adapter, prompts, tokens)
     for node in range(len(PARENTS)):
@@ -99,7 +101,7 @@ def test_a_node_sees_no_other_branch(make_target: MakeTarget, kind: str, prompts
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "gpt_oss", "chunked"])
 def test_siblings_with_one_token_are_judged_alike(make_target: MakeTarget, kind: str) -> None:
     """They stand at one position, see the same rows of a window or chunk, and have a row of the cache each."""
-    adapter = TargetAdapter(make(make_target, kind), FeatureSpec(), packed=False)
+    adapter = TargetAdapter(make(make_target, kind), FeatureSpec(), prepacked=False)
     tokens = some_tokens(3)
     tokens[:, 1:4] = torch.tensor([[11], [12], [13]])
     tokens[:, 4:6] = torch.tensor([[21], [22], [23]])
@@ -109,7 +111,7 @@ def test_siblings_with_one_token_are_judged_alike(make_target: MakeTarget, kind:
 
 
 def test_a_chain_by_parents_is_the_chain(make_target: MakeTarget, family: str) -> None:
-    adapter = TargetAdapter(make_target(family), FeatureSpec(), packed=False)
+    adapter = TargetAdapter(make_target(family), FeatureSpec(), prepacked=False)
     tokens = some_tokens(3, 6)
     for prompts in (PROMPTS, PROMPTS[:1]):
         adapter.prefill(prompts)
@@ -122,7 +124,7 @@ def test_a_chain_by_parents_is_the_chain(make_target: MakeTarget, family: str) -
 @pytest.mark.parametrize("kind", ["llama", "gpt_oss"])
 def test_padding_changes_nothing_about_live_nodes(make_target: MakeTarget, kind: str) -> None:
     """Rows with fewer nodes are filled up; whatever the padding holds, live nodes' logits are the same, all finite."""
-    adapter = TargetAdapter(make(make_target, kind), FeatureSpec(), packed=False)
+    adapter = TargetAdapter(make(make_target, kind), FeatureSpec(), prepacked=False)
     live = torch.tensor([[True] * 7, [True] * 4 + [False] * 3, [True] + [False] * 6])
     tokens = some_tokens(3)
     results = []
@@ -142,7 +144,7 @@ def test_a_path_that_is_kept_in_part_is_the_text_from_then_on(
     """Paths overlap the rows they move to; one row is cut short by its caller, one has ended; three rounds."""
     target = make(make_target, kind)
     spec = FeatureSpec((1, 3), last_hidden=True)
-    adapter = TargetAdapter(target, spec, packed=False)
+    adapter = TargetAdapter(target, spec, prepacked=False)
     adapter.prefill(PROMPTS)
     texts = [list(prompt) for prompt in PROMPTS]
     path = torch.tensor([[0, 2, 5, 6], [0, 1, 4, 0], [0, 3, 6, 6]])
@@ -151,6 +153,8 @@ def test_a_path_that_is_kept_in_part_is_the_text_from_then_on(
         adapter.verify(tokens, parents=torch.tensor([PARENTS] * 3))
         features = adapter.commit(path, torch.tensor(keep))
         assert features.hidden.shape == (3, 4, 2, 32)
+        assert torch.equal(features.ids, tokens.gather(1, path))
+        assert torch.equal(features.next_ids[:, :-1], features.ids[:, 1:])
         for b, kept in enumerate(keep):
             begin = len(texts[b])
             texts[b] += tokens[b, path[b, :kept]].tolist()
@@ -177,9 +181,9 @@ def test_trees_of_an_unknown_family_are_tried_and_refused_by_name(
 ) -> None:
     target = make_target("gemma3")
     monkeypatch.setattr("dflash_lightning.target.adapter.tree_mask", row_counting)
-    assert TargetAdapter(target, FeatureSpec(), packed=False).trees  # verified families cost no trial
+    assert TargetAdapter(target, FeatureSpec(), prepacked=False).trees  # verified families cost no trial
     monkeypatch.setattr("dflash_lightning.target.adapter.VERIFIED_FAMILIES", ("llama",))
-    adapter = TargetAdapter(target, FeatureSpec(), packed=False)
+    adapter = TargetAdapter(target, FeatureSpec(), prepacked=False)
     assert not adapter.trees
     message = r"tiny-gemma3 \(family 'gemma3_text'\) cannot judge token trees: the logits .* of chains .* family: llama"
     with pytest.raises(ValueError, match=message):
@@ -195,9 +199,9 @@ def test_the_trial_lets_a_family_pass_and_keeps_the_batch_in_hand(
     make_target: MakeTarget, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     tokens, target = some_tokens(3), make(make_target, kind)
-    expected = judge(TargetAdapter(target, FeatureSpec(), packed=False), PROMPTS, tokens)
+    expected = judge(TargetAdapter(target, FeatureSpec(), prepacked=False), PROMPTS, tokens)
     monkeypatch.setattr("dflash_lightning.target.adapter.VERIFIED_FAMILIES", ())
-    adapter = TargetAdapter(target, FeatureSpec(), packed=False)
+    adapter = TargetAdapter(target, FeatureSpec(), prepacked=False)
     assert torch.equal(judge(adapter, PROMPTS, tokens), expected)
     assert adapter.trees and adapter.commit(None, torch.tensor([1, 2, 3])).hidden.shape == (3, 7, 0, 32)
 
@@ -209,7 +213,7 @@ def test_masks_by_rank_are_right_for_trees_as_long_as_paths_keep_all_their_keys(
         list(range(60, 104)),
         some_tokens(1),
     )
-    adapter = TargetAdapter(target, FeatureSpec(), packed=False)
+    adapter = TargetAdapter(target, FeatureSpec(), prepacked=False)
     assert target.facts.max_positions == 48
     for node, found in enumerate(judge(adapter, [prompt], tokens)[0]):
         expected = sweep.plain_logits(target, [prompt + tokens[0, WAYS[node]].tolist()])[0][-1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -12,15 +13,16 @@ from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
+from dflash_lightning import module as module_file
 from dflash_lightning.block import Anchored
 from dflash_lightning.conditioning import KVInjection
 from dflash_lightning.drafter import BlockTransformer
-from dflash_lightning.loss import CrossEntropy
+from dflash_lightning.loss import CrossEntropy, Divergence
 from dflash_lightning.model import save_draft
 from dflash_lightning.module import OptimSettings
 from dflash_lightning.schedule import decay_weights
 from dflash_lightning.training.log import StepLog
-from dflash_lightning.types import FeatureSpec
+from dflash_lightning.types import FeatureSpec, StepContext
 
 LENGTHS = [20, 9, 14, 30, 12, 17, 25, 8]
 
@@ -301,3 +303,66 @@ def test_broken_parameters_are_named(parts, tiny_target):
     with torch.no_grad():
         module.draft_model.get_parameter("drafter.norm.weight")[3] = float("nan")
     assert module.broken_parameters() == ["drafter.norm.weight"]
+
+
+TAUGHT = {"divergence": Divergence(), "second": CrossEntropy(labels="target", coefficient=0.5)}
+
+
+def test_a_teacher_is_made_where_a_loss_asks_and_speaks_from_the_last_hidden_state(
+    parts, write_rows, tiny_target, tmp_path, monkeypatch
+):
+    """The features' spec is the union of what drafter and losses read; one teacher serves all terms of a step."""
+    make_module, make_data, make_trainer = parts
+    made, original = [], module_file.Teacher
+    monkeypatch.setattr(module_file, "Teacher", lambda *args: made.append(args) or original(*args))
+    for loss, spec in ((TAUGHT, FeatureSpec((0, 2), last_hidden=True)), ({"ce": CrossEntropy()}, FeatureSpec((0, 2)))):
+        module, made[:] = make_module(tiny_target, loss=loss), []
+        trainer = make_trainer(tmp_path, max_steps=2)
+        trainer.fit(module, datamodule=make_data(tiny_target, write_rows(LENGTHS)))
+        assert module.required() == spec and len(made) == (2 if spec.last_hidden else 0)
+        assert {"train/loss", "train/accuracy"} <= trainer.callback_metrics.keys()
+    assert module.changed_parameters()
+
+
+def test_a_term_on_the_whole_law_equals_the_intact_model_s_own_logits(parts, write_rows, tiny_target, tmp_path):
+    """Row label - 1 of a plain forward of the target, packed rows and holes included."""
+    make_module, make_data, _ = parts
+    module = make_module(tiny_target, loss={"divergence": Divergence(decay=3.0)})
+    data = make_data(tiny_target, write_rows(LENGTHS), row_tokens=64)
+    module.prepare(data)
+    batch = data.first_batches(1)[0]
+    out, features = module.outputs(batch)
+    shares = module.loss_shares(batch, out, features, StepContext(0, 1, 0), batch.window_totals)
+    layout, want, weights = batch.layout, 0.0, 0.0
+    starts = [0, *((batch.position_ids[0] == 0).nonzero().flatten().tolist()[1:]), batch.input_ids.shape[1]]
+    log_p = torch.cat(
+        [tiny_target.model(batch.input_ids[:, a:b]).logits[0].log_softmax(-1) for a, b in pairwise(starts)]
+    )
+    hidden = module.draft_model.block_hidden(tiny_target.embed(layout.input_ids), layout, features, batch.position_ids)
+    log_q = tiny_target.lm.logits(hidden).log_softmax(-1)
+    for b, n, k in layout.valid.nonzero().tolist():
+        p, weight = log_p[layout.label_index[b, n, k] - 1], float(torch.tensor(-(k - 1) / 3.0).exp())
+        want += weight * float((p.exp() * (p - log_q[b, n, k])).sum())
+        weights += weight
+    assert weights > 10 and len(starts) > 3
+    assert float(shares["divergence"][1]) == pytest.approx(want / weights, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("where", "dtype", "loss", "refused"),
+    [
+        ("ram", "bfloat16", TAUGHT, True),
+        ("disk", "float16", TAUGHT, True),
+        ("ram", None, TAUGHT, False),
+        ("ram", "bfloat16", {"ce": CrossEntropy()}, False),
+        (None, "bfloat16", TAUGHT, False),
+    ],
+)
+def test_l14_a_cache_that_rounds_the_teacher_is_refused(parts, write_rows, tiny_target, where, dtype, loss, refused):
+    module = parts[0](tiny_target, loss=loss)
+    data = parts[1](tiny_target, write_rows([9, 12]), cache_features=where, cache_dtype=dtype)
+    if refused:
+        with pytest.raises(ValueError, match=rf"data\.cache_dtype: {dtype} rounds .*loss\.divergence .*cache_dtype to"):
+            module.prepare(data)
+    else:
+        module.prepare(data)

@@ -68,7 +68,8 @@ class SampledTree(DraftBuilder):
         shape, fan = self._shape(law)
         if scores.step is not None:
             return fill_by_steps(roots, scores, shape, fan, where, sampler)
-        slots = torch.arange(law.mass.shape[1], device=roots.device)[None]
+        law = law.at((slice(None), slice(shape.height)))  # no draws where there are no nodes
+        slots = torch.arange(shape.height, device=roots.device)[None]
         drawn = sampler.draw_several(law, fan, Stream.DRAFT, where.requests, Noise.at(where.index, slots))
         possible = shape.ranks[:, 1:] < shape.fill((law.mass > 0.0).sum(-1, keepdim=True).expand(drawn.shape))
         return Draft(

@@ -15,13 +15,14 @@ from torch import Tensor
 class Shape:
     """A tree per row: node 0 is the root, and child number ``rank`` of a node comes after those of lower rank.
 
-    Nodes that a row does not need hang, not live, under the root.
+    Nodes that a row does not need hang, not live, under the root. ``height`` is the depth of the deepest node of all.
     """
 
     parents: Int[Tensor, "B N"]
     ranks: Int[Tensor, "B N"]
     depths: Int[Tensor, "B N"]
     live: Bool[Tensor, "B N"]
+    height: int
 
     def fill(self, values: Tensor) -> Tensor:
         """For every node but the root its entry of ``values`` ``[B, D, K]``, by depth and rank: ``[B, N - 1]``."""
@@ -59,29 +60,26 @@ def best_first(log_probs: Float[Tensor, "B D K"], budget: int) -> Shape:
     nodes = torch.tensor([[[*column, *[0] * (size - len(column))] for column in row] for row in rows])
     live = torch.tensor([[k < len(row[0]) for k in range(size)] for row in rows])
     parents, ranks, depths = nodes.to(log_probs.device).unbind(1)
-    return Shape(parents, ranks, depths, live.to(log_probs.device))
+    return Shape(parents, ranks, depths, live.to(log_probs.device), height=max(max(row[2]) for row in rows))
 
 
 def _best_first(log_probs: list[list[float]], budget: int) -> tuple[list[int], list[int], list[int]]:
     """Parents, ranks and depths of the root and of at most ``budget`` nodes, best first."""
     parents, ranks, depths = [0], [0], [0]
-    heap: list[tuple[float, tuple[int, ...], int, float]] = []  # cost, ranks since the root, parent, cost of the parent
-
-    def offer(path: tuple[int, ...], parent: int, before: float) -> None:
-        cost = before - log_probs[len(path) - 1][path[-1]]
-        if cost < math.inf:
-            heappush(heap, (cost, path, parent, before))
-
-    offer((0,), 0, 0.0)
+    # Cost, ranks since the root, parent, cost of the parent.
+    heap: list[tuple[float, tuple[int, ...], int, float]] = [(-log_probs[0][0], (0,), 0, 0.0)]
     while heap and len(parents) <= budget:
         cost, path, parent, before = heappop(heap)
+        if cost == math.inf:
+            break
+        depth, rank = len(path), path[-1]
         parents.append(parent)
-        ranks.append(path[-1])
-        depths.append(len(path))
-        if path[-1] + 1 < len(log_probs[0]):
-            offer((*path[:-1], path[-1] + 1), parent, before)
-        if len(path) < len(log_probs):
-            offer((*path, 0), len(parents) - 1, cost)
+        ranks.append(rank)
+        depths.append(depth)
+        if rank + 1 < len(log_probs[0]):
+            heappush(heap, (before - log_probs[depth - 1][rank + 1], (*path[:-1], rank + 1), parent, before))
+        if depth < len(log_probs):
+            heappush(heap, (cost - log_probs[depth][0], (*path, 0), len(parents) - 1, cost))
     return parents, ranks, depths
 
 
@@ -95,4 +93,4 @@ def branching_shape(branching: list[int], batch_size: int, device: torch.device)
         depths += [depth] * (count * len(last))
         last = list(range(first, len(parents)))
     table = torch.tensor([parents, ranks, depths], device=device)[:, None].expand(-1, batch_size, -1)
-    return Shape(table[0], table[1], table[2], torch.ones_like(table[0], dtype=torch.bool))
+    return Shape(table[0], table[1], table[2], torch.ones_like(table[0], dtype=torch.bool), height=len(branching))
