@@ -21,6 +21,7 @@ from dflash_lightning.callbacks.stopping import last_checkpoint, may_end_at_once
 from dflash_lightning.data import left_out_line, load_prompts, render_prompt
 from dflash_lightning.decoding import DecodeStats, DecodingSettings
 from dflash_lightning.decoding.evaluation import Evaluation, Evaluator
+from dflash_lightning.errors import SettingError
 from dflash_lightning.metric import SpeculativeMetric
 from dflash_lightning.module import DraftModule
 from dflash_lightning.progress import print_line
@@ -68,9 +69,10 @@ class SpeculativeEval(Callback):
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> None:
         if every_n_steps is not None and every_n_steps < 1:
-            raise ValueError(
-                f"callbacks.speculative_eval.every_n_steps: {every_n_steps} is no period. "
-                "Use 1 or more, or null for epochs."
+            raise SettingError(
+                "callbacks.speculative_eval.every_n_steps",
+                f"{every_n_steps} is no period",
+                "Use 1 or more, or null for epochs",
             )
         self.prompts = prompts
         self.decoding = decoding
@@ -106,9 +108,10 @@ class SpeculativeEval(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if not isinstance(pl_module, DraftModule):
-            raise ValueError(
-                "callbacks.speculative_eval: decodes with a DraftModule, but the trainer was given "
-                f"{type(pl_module).__name__}. Fit a DraftModule, or leave the callback out."
+            raise SettingError(
+                "callbacks.speculative_eval",
+                f"decodes with a DraftModule, but the trainer was given {type(pl_module).__name__}",
+                do="Fit a DraftModule, or leave the callback out",
             )
         self._evaluator = None
         rows = load_prompts(self.prompts, limit=self.limit)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dflash_lightning.block.base import BlockConstructor
 from dflash_lightning.block.check import check_anchored
+from dflash_lightning.errors import SettingError
 from dflash_lightning.types import Alignment, BlockLayout, Document, LabelLayout
 
 
@@ -36,9 +37,10 @@ class Anchored(BlockConstructor):
         label_layout: LabelLayout = "same_position",  # whether slot i predicts its own position or the next one
     ) -> None:
         if num_anchors < 1:
-            raise ValueError(
-                f"block.num_anchors: {num_anchors} would train on nothing. It is the number of blocks drawn per "
-                "document and epoch: use 1 or more (DFlash uses 512)."
+            raise SettingError(
+                "block.num_anchors",
+                f"{num_anchors} would train on nothing",
+                "It is the number of blocks drawn per document and epoch: use 1 or more (DFlash uses 512)",
             )
         self.block_size = block_size
         self.num_anchors = num_anchors

@@ -12,6 +12,7 @@ from torch import Tensor
 from dflash_lightning.block.anchored import draw_sorted
 from dflash_lightning.block.base import BlockConstructor
 from dflash_lightning.block.check import check_layout
+from dflash_lightning.errors import SettingError
 from dflash_lightning.types import Alignment, BlockLayout, Document, LabelLayout
 
 _MASKS = 1  # tells the random bits of masks from those that choose blocks
@@ -47,12 +48,13 @@ class Masked(BlockConstructor):
         mask_token_id: int | None = None,  # embedding row fed to masked slots; null chooses an unused one
     ) -> None:
         if num_anchors < 1:
-            raise ValueError(
-                f"block.num_anchors: {num_anchors} would train on nothing. It is the most blocks used per document and "
-                "epoch: use 1 or more."
+            raise SettingError(
+                "block.num_anchors",
+                f"{num_anchors} would train on nothing",
+                do="It is the most blocks used per document and epoch: use 1 or more",
             )
         if not 0 < min_rate <= 1:
-            raise ValueError(f"block.min_rate: {min_rate} is not a chance. Use a number above 0, at most 1.")
+            raise SettingError("block.min_rate", f"{min_rate} is not a chance", "Use a number above 0, at most 1")
         self.block_size = block_size
         self.num_anchors = num_anchors
         self.min_rate = float(min_rate)

@@ -116,6 +116,8 @@ def toy_recipe(cfg: DictConfig, world: ToyWorld, run_dir: Path) -> DictConfig:
     OmegaConf.set_struct(cfg, False)
     cfg.target = {**node, "suggested": _SUGGESTED}
     cfg.run_dir = str(run_dir)
+    if "init_from" in cfg:
+        cfg.init_from = None  # a drafter of another target
     tree: Any = OmegaConf.to_container(cfg, resolve=False)
     changes: list[tuple[str, Any]] = [("data.train", str(world.rows))]
     changes += [(where, str(world.prompts)) for where, _ in select(tree, "callbacks.*.prompts")]

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from dflash_lightning.conditioning.rows import RowConditioning
 from dflash_lightning.draft_config import DraftConfig
+from dflash_lightning.errors import SettingError
 from dflash_lightning.layer_ids import default_layer_ids
 from dflash_lightning.ops.norm import RMSNorm
 from dflash_lightning.types import FeatureSpec
@@ -29,8 +30,8 @@ class FusedFeatures(RowConditioning):
     ) -> None:
         super().__init__()
         if num_features < 1:
-            raise ValueError(
-                f"conditioning.num_features: {num_features} taps no target layer. Use 1 or more (DFlash uses 5)."
+            raise SettingError(
+                "conditioning.num_features", f"{num_features} taps no target layer", "Use 1 or more (DFlash uses 5)"
             )
         self.target_layer_ids = target_layer_ids
         self.num_features = num_features
@@ -73,10 +74,11 @@ class FusedFeatures(RowConditioning):
         each = inputs // len(self._layer_ids)
         if norm is None or norm.shape != self.hidden_norm.weight.shape or each != width:
             shape = None if norm is None else tuple(norm.shape)
-            raise ValueError(
-                f"conditioning: a warm start needs an input_layernorm of shape {(width,)} in target layer "
-                f"{next(iter(layers))}, found {shape}, with features of width {each}. "
-                "Set drafter.init_from_target=false."
+            raise SettingError(
+                "conditioning",
+                f"a warm start needs an input_layernorm of shape {(width,)} in target layer {next(iter(layers))}, "
+                f"found {shape}, with features of width {each}",
+                do="Set drafter.init_from_target=false",
             )
         deepest = self._layer_ids.index(max(self._layer_ids))
         self.fc.weight.mul_(WARM_START_NOISE)

@@ -25,6 +25,7 @@ from dflash_lightning.data.read.sources import make_sources
 from dflash_lightning.data.read.store import DocumentStore
 from dflash_lightning.data.read.summary import DataSummary
 from dflash_lightning.data.read.truncation import Truncate
+from dflash_lightning.errors import SettingError
 from dflash_lightning.target import FrozenTarget
 from dflash_lightning.types import Alignment, FeatureSpec, TrainBatch
 
@@ -130,19 +131,24 @@ class DraftData(LightningDataModule):
 
     def _check_settings(self) -> None:
         if self.row_tokens < self.max_length:
-            raise ValueError(
-                f"data.row_tokens: a row of {self.row_tokens} cannot hold a document of data.max_length="
-                f"{self.max_length} tokens. Raise row_tokens or lower max_length."
+            raise SettingError(
+                "data.row_tokens",
+                f"a row of {self.row_tokens} cannot hold a document of data.max_length={self.max_length} tokens",
+                do="Raise row_tokens or lower max_length",
             )
         for name in ("rows_per_batch", "token_bucket", "block_bucket"):
             if getattr(self, name) < 1:
-                raise ValueError(f"data.{name}: {getattr(self, name)} is not a count. Use 1 or more.")
+                raise SettingError(f"data.{name}", f"{getattr(self, name)} is not a count", "Use 1 or more")
         if self.cache_features not in (None, "ram", "disk"):
-            raise ValueError(f"data.cache_features: {self.cache_features!r} is unknown. Use 'ram', 'disk' or null.")
+            raise SettingError(
+                "data.cache_features", f"{self.cache_features!r} is unknown", "Use 'ram', 'disk' or null"
+            )
         check_products(self.feature_products, kept=self.cache_features is not None)
         if self.features_folder is not None and self.cache_features != "disk":
-            raise ValueError(
-                "data.features_folder: applies to features on disk only. Remove it, or set data.cache_features=disk."
+            raise SettingError(
+                "data.features_folder",
+                "applies to features on disk only",
+                do="Remove it, or set data.cache_features=disk",
             )
 
     # -- documents ----------------------------------------------------------------------------------------------------
@@ -245,9 +251,10 @@ class DraftData(LightningDataModule):
 
     def _binding(self) -> tuple[BlockConstructor, Alignment, FeatureSpec, Bool[Tensor, " V"] | None]:
         if self._bound is None:
-            raise ValueError(
-                "data: no block construction is bound, so there are no batches to make. Train with DraftModule, which "
-                "calls bind, or call DraftData.bind(block, alignment, spec) yourself."
+            raise SettingError(
+                "data",
+                "no block construction is bound, so there are no batches to make",
+                do="Train with DraftModule, which calls bind, or call DraftData.bind(block, alignment, spec) yourself",
             )
         return self._bound
 
@@ -267,9 +274,10 @@ class DraftData(LightningDataModule):
         usable = [d for d, count in enumerate(blocks) if count]
         left_out = len(blocks) - len(usable)
         if not usable:
-            raise ValueError(
-                f"data: block {block.name!r} finds no place to start a block in any of {left_out} documents. "
-                "Look at the masks, or use longer responses."
+            raise SettingError(
+                "data",
+                f"block {block.name!r} finds no place to start a block in any of {left_out} documents",
+                do="Look at the masks, or use longer responses",
             )
         if left_out:
             self._say(f"data: {left_out} of {len(self.documents)} documents have no place to start a block: left out")
@@ -287,9 +295,11 @@ class DraftData(LightningDataModule):
         if self.trainer is None:
             return 1
         if any(isinstance(callback, GradientAccumulationScheduler) for callback in self._callbacks):
-            raise ValueError(
-                "trainer.callbacks: GradientAccumulationScheduler changes the accumulation during the run, which the "
-                "plan of batches cannot follow. Use a constant trainer.accumulate_grad_batches."
+            raise SettingError(
+                "trainer.callbacks",
+                "GradientAccumulationScheduler changes the accumulation during the run, which the plan of "
+                "batches cannot follow",
+                "Use a constant trainer.accumulate_grad_batches",
             )
         return self.trainer.accumulate_grad_batches
 

@@ -9,6 +9,7 @@ from dflash_lightning.decoding.parts import check_strategies
 from dflash_lightning.decoding.policy import WidthPolicy
 from dflash_lightning.decoding.sampling import SamplingSpec
 from dflash_lightning.decoding.verifier import MatchVerifier, RejectionVerifier, Verifier
+from dflash_lightning.errors import SettingError
 
 _AXES: dict[str, Any] = {"builder": DraftBuilder, "policy": WidthPolicy, "verifier": Verifier}
 
@@ -26,16 +27,20 @@ def named_part(axis: str, value: Any) -> Any:
         return value
     registry = _AXES[axis].registry
     if value not in registry:
-        raise ValueError(
-            f"decoding.{axis}: {value!r} is no {axis}. Use null for the one that goes with the temperature, one of "
-            f"{sorted(registry)}, or a mapping with _target_ and settings."
+        raise SettingError(
+            f"decoding.{axis}",
+            f"{value!r} is no {axis}",
+            f"Use null for the one that goes with the temperature, one of {sorted(registry)}, or a mapping "
+            "with _target_ and settings",
         )
     try:
         return registry[value]()
     except TypeError as error:
-        raise ValueError(
-            f"decoding.{axis}: {value!r} needs settings ({error}). Choose an option that has them "
-            "(decoding=OPTION, see dflash recipes), or write a mapping with _target_ and settings."
+        raise SettingError(
+            f"decoding.{axis}",
+            f"{value!r} needs settings ({error})",
+            do="Choose an option that has them (decoding=OPTION, see dflash recipes), or write a mapping with "
+            "_target_ and settings",
         ) from None
 
 

@@ -14,6 +14,7 @@ from dflash_lightning.decoding.policy import WidthPolicy
 from dflash_lightning.decoding.proposer import Proposer
 from dflash_lightning.decoding.sampling import Sampler
 from dflash_lightning.decoding.verifier import Verifier
+from dflash_lightning.errors import SettingError
 from dflash_lightning.types import TargetFeatures
 
 
@@ -84,21 +85,24 @@ def check_strategies(builder: DraftBuilder, verifier: Verifier, policy: WidthPol
     """
     made, judge = type(builder).__name__, type(verifier).__name__
     if builder.drawn not in verifier.judges:
-        raise ValueError(
-            f"decoding.verifier: {judge} judges {sorted(verifier.judges)} drafts, but {made} makes {builder.drawn!r} "
-            "ones, for which its output would not be distributed as the target's. Use the match verifier for drafts "
-            "chosen without chance, or a builder that samples."
+        raise SettingError(
+            "decoding.verifier",
+            f"{judge} judges {sorted(verifier.judges)} drafts, but {made} makes {builder.drawn!r} ones, for "
+            "which its output would not be distributed as the target's",
+            "Use the match verifier for drafts chosen without chance, or a builder that samples",
         )
     if builder.trees and not verifier.trees:
-        raise ValueError(
-            f"decoding.verifier: {judge} judges chains, but {made} makes trees. Use a verifier that judges trees, or "
-            "a builder of chains (decoding.builder=null)."
+        raise SettingError(
+            "decoding.verifier",
+            f"{judge} judges chains, but {made} makes trees",
+            "Use a verifier that judges trees, or a builder of chains (decoding.builder=null)",
         )
     if policy is not None and policy.sees == "drawn" and not verifier.repeatable:
-        raise ValueError(
-            f"decoding.policy: {type(policy).__name__} looks at the drafts that it cuts, and {judge} rejects by "
-            "chance: the output would not be distributed as the target's. Use a policy that sees past rounds or laws, "
-            "or the match verifier (decoding.verifier=match)."
+        raise SettingError(
+            "decoding.policy",
+            f"{type(policy).__name__} looks at the drafts that it cuts, and {judge} rejects by chance: the "
+            "output would not be distributed as the target's",
+            "Use a policy that sees past rounds or laws, or the match verifier (decoding.verifier=match)",
         )
 
 
@@ -111,7 +115,8 @@ def check_signals(policy: WidthPolicy | None, offered: Collection[str]) -> None:
     missing = [] if policy is None else [name for name in policy.reads if name not in offered]
     if missing:
         there = f"offers {', '.join(sorted(offered))}" if offered else "offers none"
-        raise ValueError(
-            f"decoding.policy: {type(policy).__name__} reads the signals {', '.join(missing)}, but the drafter's head "
-            f"{there}. Use a drafter whose head is trained to give them, or no policy (decoding.policy=null)."
+        raise SettingError(
+            "decoding.policy",
+            f"{type(policy).__name__} reads the signals {', '.join(missing)}, but the drafter's head {there}",
+            "Use a drafter whose head is trained to give them, or no policy (decoding.policy=null)",
         )

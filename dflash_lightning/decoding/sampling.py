@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from dflash_lightning.decoding.law import Law, first_argmax, greedy_law, truncated_law
 from dflash_lightning.decoding.noise import Noise, Stream
+from dflash_lightning.errors import SettingError
 
 # Temperatures beyond these give the law of the bound itself: ties alone, or every token alike. Division in float32
 # knows no smaller and no larger numbers.
@@ -33,31 +34,34 @@ class SamplingSpec:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, kinds, what in _KINDS:
+        for name, kinds, what, allowed in _KINDS:
             value = getattr(self, name)
             nothing = value is None and name.startswith("top_")
             if not nothing and (isinstance(value, bool) or not isinstance(value, kinds)):
-                raise ValueError(f"sampling.{name}: {value!r} is not {what}.")
+                raise SettingError(f"sampling.{name}", f"{value!r} is not {what}", allowed)
         if not 0.0 <= self.temperature < math.inf:
-            raise ValueError(
-                f"sampling.temperature: {self.temperature} is not >= 0 and finite. Use 0 for greedy decoding, and 1 "
-                "for the target's own law."
+            raise SettingError(
+                "sampling.temperature",
+                f"{self.temperature} is not >= 0 and finite",
+                "Use 0 for greedy decoding, and 1 for the target's own law",
             )
         if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"sampling.top_k: {self.top_k} keeps no token. Use 1 or more, or null for all tokens.")
+            raise SettingError(
+                "sampling.top_k", f"{self.top_k} keeps no token", "Use 1 or more, or null for all tokens"
+            )
         if self.top_p is not None and not 0.0 < self.top_p <= 1.0:
-            raise ValueError(f"sampling.top_p: {self.top_p} is not in (0, 1]. Use null for all tokens.")
+            raise SettingError("sampling.top_p", f"{self.top_p} is not in (0, 1]", "Use null for all tokens")
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
 
 
-_KINDS: tuple[tuple[str, tuple[type, ...], str], ...] = (
-    ("temperature", (int, float), "a number. Use 0 for greedy decoding"),
-    ("top_k", (int,), "a whole number. Use 1 or more, or null for all tokens"),
-    ("top_p", (int, float), "a number. Use one in (0, 1], or null for all tokens"),
-    ("seed", (int,), "a whole number"),
+_KINDS: tuple[tuple[str, tuple[type, ...], str, str], ...] = (
+    ("temperature", (int, float), "a number", "Use 0 for greedy decoding"),
+    ("top_k", (int,), "a whole number", "Use 1 or more, or null for all tokens"),
+    ("top_p", (int, float), "a number", "Use one in (0, 1], or null for all tokens"),
+    ("seed", (int,), "a whole number", ""),
 )
 
 

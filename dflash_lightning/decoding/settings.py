@@ -13,6 +13,7 @@ from dflash_lightning.decoding.draft_proposer import num_drafts
 from dflash_lightning.decoding.policy import WidthPolicy
 from dflash_lightning.decoding.sampling import SamplingSpec
 from dflash_lightning.decoding.verifier import Verifier
+from dflash_lightning.errors import SettingError
 from dflash_lightning.model import DraftModel
 from dflash_lightning.target import FrozenTarget
 
@@ -49,23 +50,26 @@ class DecodingSettings:
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
-            raise ValueError(f"decoding.max_new_tokens: {self.max_new_tokens} decodes nothing. Use 1 or more.")
+            raise SettingError("decoding.max_new_tokens", f"{self.max_new_tokens} decodes nothing", "Use 1 or more")
         if self.batch_size < 1:
-            raise ValueError(f"decoding.batch_size: {self.batch_size} is no batch. Use 1 or more.")
+            raise SettingError("decoding.batch_size", f"{self.batch_size} is no batch", "Use 1 or more")
         if self.block_size is not None and self.block_size < 2:
-            raise ValueError(
-                f"decoding.block_size: {self.block_size} leaves no slot to draft. It counts the root's slot, so use 2 "
-                "or more, or null."
+            raise SettingError(
+                "decoding.block_size",
+                f"{self.block_size} leaves no slot to draft",
+                "It counts the root's slot, so use 2 or more, or null",
             )
         try:
             sampling = self.sampling
-        except ValueError as error:
-            raise ValueError(str(error).replace("sampling.", "decoding.", 1)) from None
+        except SettingError as error:  # of the law that these settings make, under the name it has here
+            where = error.where.replace("sampling.", "decoding.", 1)
+            raise SettingError(where, error.what, error.allowed, error.do) from None
         for name in ("top_k", "top_p"):
             if sampling.greedy and getattr(self, name) is not None:
-                raise ValueError(
-                    f"decoding.{name}: {getattr(self, name)} would be ignored at temperature 0, which takes the "
-                    f"likeliest token. Remove {name}, or set a temperature above 0."
+                raise SettingError(
+                    f"decoding.{name}",
+                    f"{getattr(self, name)} would be ignored at temperature 0, which takes the likeliest token",
+                    do=f"Remove {name}, or set a temperature above 0",
                 )
         for name in _STRATEGIES:
             object.__setattr__(self, name, named_part(name, getattr(self, name)))

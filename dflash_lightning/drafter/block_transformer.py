@@ -13,6 +13,7 @@ from dflash_lightning.draft_config import DraftConfig
 from dflash_lightning.drafter.base import Drafter
 from dflash_lightning.drafter.layer import ACTIVATIONS, DraftLayer
 from dflash_lightning.drafter.warm_start import check_source, copy_layer
+from dflash_lightning.errors import SettingError
 from dflash_lightning.ops.context import ContextState
 from dflash_lightning.ops.norm import RMSNorm
 from dflash_lightning.ops.rotary import check_rope, make_rotation
@@ -75,9 +76,10 @@ class BlockTransformer(Drafter):
         kv_heads = facts.num_kv_heads if self.num_kv_heads is None else self.num_kv_heads
         head_dim = facts.head_dim if self.head_dim is None else self.head_dim
         if heads < 1 or kv_heads < 1 or heads % kv_heads:
-            raise ValueError(
-                f"drafter.num_heads: {heads} query heads cannot share {kv_heads} key-value heads evenly. "
-                f"Use a multiple of num_kv_heads, or leave both null ({facts.num_heads} and {facts.num_kv_heads})."
+            raise SettingError(
+                "drafter.num_heads",
+                f"{heads} query heads cannot share {kv_heads} key-value heads evenly",
+                f"Use a multiple of num_kv_heads, or leave both null ({facts.num_heads} and {facts.num_kv_heads})",
             )
         if head_dim < 2 or head_dim % 2:
             raise ValueError(
@@ -99,7 +101,7 @@ class BlockTransformer(Drafter):
 
     def build(self, config: DraftConfig) -> None:
         if config.hidden_act not in ACTIVATIONS:
-            raise ValueError(f"hidden_act: {config.hidden_act!r} is unknown. Use one of {sorted(ACTIVATIONS)}.")
+            raise SettingError("hidden_act", f"{config.hidden_act!r} is unknown", f"Use one of {sorted(ACTIVATIONS)}")
         self._theta = check_rope(config.rope_parameters or {}, where="rope_parameters")
         self._head_dim = config.head_dim
         self.layers = nn.ModuleList(DraftLayer(config, i) for i in range(config.num_hidden_layers))
@@ -123,9 +125,10 @@ class BlockTransformer(Drafter):
         if not self.init_from_target:
             return []
         if self.num_layers > num_target_layers:
-            raise ValueError(
-                f"drafter.num_layers: {self.num_layers} layers cannot start from a target of {num_target_layers}. "
-                "Use fewer, or set init_from_target=false."
+            raise SettingError(
+                "drafter.num_layers",
+                f"{self.num_layers} layers cannot start from a target of {num_target_layers}",
+                "Use fewer, or set init_from_target=false",
             )
         return list(range(num_target_layers - self.num_layers, num_target_layers))
 
@@ -148,24 +151,29 @@ class BlockTransformer(Drafter):
 
     def _check(self) -> None:
         if self.num_layers < 1:
-            raise ValueError(f"drafter.num_layers: {self.num_layers} is no network. Use 1 or more (DFlash uses 5).")
+            raise SettingError(
+                "drafter.num_layers", f"{self.num_layers} is no network", "Use 1 or more (DFlash uses 5)"
+            )
         types = self.layer_types if self.layer_types is not None else []
         unknown = sorted({*types} - {*LAYER_TYPES})
         if unknown:
-            raise ValueError(f"drafter.layer_types: {unknown} are unknown. Use {list(LAYER_TYPES)}.")
+            raise SettingError("drafter.layer_types", f"{unknown} are unknown", f"Use {list(LAYER_TYPES)}")
         if self.layer_types is not None and len(types) != self.num_layers:
-            raise ValueError(
-                f"drafter.layer_types: {len(types)} entries for num_layers={self.num_layers}. "
-                "Give one per layer, or null."
+            raise SettingError(
+                "drafter.layer_types",
+                f"{len(types)} entries for num_layers={self.num_layers}",
+                "Give one per layer, or null",
             )
         sliding = "sliding_attention" in types
         if sliding and (self.sliding_window is None or self.sliding_window < 1):
-            raise ValueError(
-                f"drafter.sliding_window: {self.sliding_window} is no window for the sliding layers in layer_types. "
-                "Give a positive number of positions."
+            raise SettingError(
+                "drafter.sliding_window",
+                f"{self.sliding_window} is no window for the sliding layers in layer_types",
+                "Give a positive number of positions",
             )
         if self.sliding_window is not None and not sliding:
-            raise ValueError(
-                f"drafter.sliding_window: {self.sliding_window} is used by no layer. "
-                "Set layer_types with 'sliding_attention' where it should hold, or leave it null."
+            raise SettingError(
+                "drafter.sliding_window",
+                f"{self.sliding_window} is used by no layer",
+                do="Set layer_types with 'sliding_attention' where it should hold, or leave it null",
             )

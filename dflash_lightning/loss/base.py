@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from dflash_lightning.component import Component
+from dflash_lightning.errors import SettingError
 from dflash_lightning.ops.lm_head import HeadOutput, Teacher, View
 from dflash_lightning.types import BlockLayout, FeatureSpec, SlotTotals, StepContext
 
@@ -61,8 +62,8 @@ class LossTerm(Component, ABC, axis=True):
         """
         if self.view not in out.views:
             known = sorted(out.views)
-            raise ValueError(
-                f"loss.view: the head offers no view {self.view!r}. Use one of {known}, or a head that has it."
+            raise SettingError(
+                "loss.view", f"the head offers no view {self.view!r}", f"Use one of {known}, or a head that has it"
             )
         return out.views[self.view]
 
@@ -80,5 +81,7 @@ def check_temperature(temperature: float | int) -> float:
         ValueError: it is not positive and finite.
     """
     if not 0 < temperature < float("inf"):
-        raise ValueError(f"loss.temperature: {temperature} gives no law to compare. Use a positive number, e.g. 1.")
+        raise SettingError(
+            "loss.temperature", f"{temperature} gives no law to compare", "Use a positive number, e.g. 1"
+        )
     return float(temperature)

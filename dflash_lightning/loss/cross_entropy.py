@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 from jaxtyping import Float
 from torch import Tensor
 
+from dflash_lightning.errors import SettingError
 from dflash_lightning.loss.base import taught
 from dflash_lightning.loss.slotwise import SlotwiseLoss
 from dflash_lightning.ops.lm_head import HeadOutput, LabelLogProb, Teacher
@@ -35,7 +36,7 @@ class CrossEntropy(SlotwiseLoss):
     ) -> None:
         super().__init__(decay=decay, coefficient=coefficient, view=view, prefix=prefix)
         if labels not in ("data", "target"):
-            raise ValueError(f"loss.labels: {labels!r} is unknown. Use 'data' or 'target'.")
+            raise SettingError("loss.labels", f"{labels!r} is unknown", "Use 'data' or 'target'")
         self.labels = labels
 
     def required(self) -> FeatureSpec:

@@ -7,6 +7,7 @@ from typing import ClassVar, Literal, get_args
 from jaxtyping import Float
 from torch import Tensor
 
+from dflash_lightning.errors import SettingError
 from dflash_lightning.loss.base import Labels, check_temperature, taught
 from dflash_lightning.loss.slotwise import SlotwiseLoss
 from dflash_lightning.ops.lm_head import JSD, KL, HeadOutput, Overlap, Request, Teacher
@@ -39,7 +40,7 @@ class Divergence(SlotwiseLoss):
     ) -> None:
         super().__init__(decay=decay, coefficient=coefficient, view=view, prefix=prefix)
         if kind not in get_args(Kind):
-            raise ValueError(f"loss.kind: {kind!r} is unknown. Use one of {list(get_args(Kind))}.")
+            raise SettingError("loss.kind", f"{kind!r} is unknown", f"Use one of {list(get_args(Kind))}")
         self.kind: Kind = kind
         self.temperature = check_temperature(temperature)
 

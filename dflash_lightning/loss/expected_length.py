@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from dflash_lightning.errors import SettingError
 from dflash_lightning.loss.base import Labels, LossTerm, check_temperature, taught
 from dflash_lightning.loss.slotwise import unbroken
 from dflash_lightning.ops.lm_head import HeadOutput, LabelLogProb, Overlap, Teacher, TeacherLogProb
@@ -41,9 +42,9 @@ class DPace(LossTerm):
         view: str = "main",  # which of the head's distributions is scored
     ) -> None:
         if not 0 <= alpha <= 1:
-            raise ValueError(f"loss.alpha: {alpha} is not a share. Use 0..1 (the paper has 0.5).")
+            raise SettingError("loss.alpha", f"{alpha} is not a share", "Use 0..1 (the paper has 0.5)")
         if normalize not in ("documents", "slots"):
-            raise ValueError(f"loss.normalize: {normalize!r} is unknown. Use 'documents' or 'slots'.")
+            raise SettingError("loss.normalize", f"{normalize!r} is unknown", "Use 'documents' or 'slots'")
         self.alpha = float(alpha)
         self.normalize = normalize
         self.coefficient = float(coefficient)
@@ -96,7 +97,7 @@ class BlockVerificationLoss(LossTerm):
         view: str = "main",  # which of the head's distributions is scored
     ) -> None:
         if not 0 <= anneal <= 1:
-            raise ValueError(f"loss.anneal: {anneal} is not a share of the training. Use 0..1.")
+            raise SettingError("loss.anneal", f"{anneal} is not a share of the training", "Use 0..1")
         self.temperature = check_temperature(temperature)
         self.anneal = float(anneal)
         self.coefficient = float(coefficient)

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from dflash_lightning.errors import SettingError
 from dflash_lightning.loss.base import LossTerm
 from dflash_lightning.ops.lm_head import HeadOutput, Teacher
 from dflash_lightning.schedule import decay_weights
@@ -26,9 +27,11 @@ class SlotwiseLoss(LossTerm):
 
     def __init__(self, *, decay: float | int | None, coefficient: float | int, view: str, prefix: bool = False) -> None:
         if decay is not None and not decay > 0:
-            raise ValueError(
-                f"loss.decay: {decay} does not decay. It is the number of slots over which the weight falls to 1/e: "
-                "use a positive number (DFlash: 7 for block size 16, 5 for 10, 4 for 8), or null for equal weights."
+            raise SettingError(
+                "loss.decay",
+                f"{decay} does not decay",
+                "It is the number of slots over which the weight falls to 1/e: use a positive number (DFlash: 7 "
+                "for block size 16, 5 for 10, 4 for 8), or null for equal weights",
             )
         self.decay = None if decay is None else float(decay)
         self.coefficient = float(coefficient)

@@ -9,6 +9,7 @@ from dflash_lightning.component import Component
 from dflash_lightning.conditioning import Conditioning
 from dflash_lightning.draft_config import NESTED, DraftConfig
 from dflash_lightning.drafter import Drafter
+from dflash_lightning.errors import SettingError
 from dflash_lightning.head import DraftHead
 from dflash_lightning.ops.rotary import check_rope
 from dflash_lightning.target import check_layer_ids
@@ -73,9 +74,10 @@ def check_parts(conditioning: Conditioning, drafter: Drafter) -> None:
     if missing:
         able = sorted(name for name, part in Conditioning.registry.items() if drafter.needs <= _provided(part))
         advice = f"Use one of {able}" if able else "No conditioning does; use another drafter"
-        raise ValueError(
-            f"conditioning: drafter {drafter.name!r} reads {sorted(missing)}, which {conditioning.name!r} does not "
-            f"provide. {advice}."
+        raise SettingError(
+            "conditioning",
+            f"drafter {drafter.name!r} reads {sorted(missing)}, which {conditioning.name!r} does not provide",
+            do=f"{advice}",
         )
 
 
@@ -119,15 +121,17 @@ def check_config(config: DraftConfig) -> None:
     check_rope(config.rope_parameters or {}, where="rope_parameters")
     assert config.alignment  # refuses block size and label layout by itself
     if config.hidden_size != config.target_hidden_size:
-        raise ValueError(
-            f"hidden_size: the drafter's is {config.hidden_size}, the target's {config.target_hidden_size}. They must "
-            "be equal, because the drafter uses the target's embedding and language head."
+        raise SettingError(
+            "hidden_size",
+            f"the drafter's is {config.hidden_size}, the target's {config.target_hidden_size}",
+            do="They must be equal, because the drafter uses the target's embedding and language head",
         )
     rows = config.vocab_size
     if rows is not None and config.mask_token_id >= rows:
-        raise ValueError(
-            f"block.mask_token_id: {config.mask_token_id} is outside the target's embedding "
-            f"(rows 0..{rows - 1}). Leave it null to let an unused row be chosen."
+        raise SettingError(
+            "block.mask_token_id",
+            f"{config.mask_token_id} is outside the target's embedding (rows 0..{rows - 1})",
+            do="Leave it null to let an unused row be chosen",
         )
     depth = config.num_target_layers
     outside = [i for i in config.target_layer_ids if i < 0 or (depth is not None and i >= depth)]
@@ -137,18 +141,23 @@ def check_config(config: DraftConfig) -> None:
             f"{depth} decoder layers (0..{(depth or 0) - 1})."
         )
     if len({*config.target_layer_ids}) < len(config.target_layer_ids):
-        raise ValueError(f"target_layer_ids: {config.target_layer_ids} names a layer twice. Name each one once.")
+        raise SettingError(
+            "target_layer_ids", f"{config.target_layer_ids} names a layer twice", do="Name each one once"
+        )
     if config.draft_vocab_size is not None and not 0 < config.draft_vocab_size <= (rows or 0):
-        raise ValueError(
-            f"draft_vocab_size: {config.draft_vocab_size} is not between 1 and the target's {rows} "
-            "embedding rows. Use null for the whole vocabulary."
+        raise SettingError(
+            "draft_vocab_size",
+            f"{config.draft_vocab_size} is not between 1 and the target's {rows} embedding rows",
+            "Use null for the whole vocabulary",
         )
     if len(config.layer_types) != config.num_hidden_layers:
-        raise ValueError(
-            f"layer_types: {len(config.layer_types)} entries for {config.num_hidden_layers} layers. Give one per layer."
+        raise SettingError(
+            "layer_types",
+            f"{len(config.layer_types)} entries for {config.num_hidden_layers} layers",
+            "Give one per layer",
         )
     if "sliding_attention" in config.layer_types and not config.sliding_window:
-        raise ValueError("sliding_window: null, but layer_types has sliding layers. Give the window in positions.")
+        raise SettingError("sliding_window", "null, but layer_types has sliding layers", "Give the window in positions")
 
 
 def _check_whole_numbers(config: DraftConfig) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 
 from dflash_lightning.component import Component
 from dflash_lightning.draft_config import DraftConfig
+from dflash_lightning.errors import SettingError
 from dflash_lightning.files import DraftOrigin
 from dflash_lightning.model.trio import AXES, FIELD_OF
 
@@ -46,7 +47,9 @@ class Origin:
         known = {"target", *AXES, *(field for fields in FIELDS.values() for field in fields)}
         known |= {f"{axis}.{name}" for axis, part in self.parts.items() for name in part.settings()}
         if unknown := sorted(self._change - known):
-            raise ValueError(f"init_from.change: {unknown} are no settings of a drafter. Use some of {sorted(known)}.")
+            raise SettingError(
+                "init_from.change", f"{unknown} are no settings of a drafter", f"Use some of {sorted(known)}"
+            )
 
     @property
     def _fields(self) -> tuple[str, ...]:
@@ -93,21 +96,23 @@ class Origin:
         """
         path, settings = self.stated.path, self.parts["drafter"].settings()
         if "drafter" in self.stated.parts and settings.get("init_from_target"):
-            raise ValueError(
-                f"init_from: the drafter starts from {path}, but drafter.init_from_target=true starts it from the "
-                "target's layers. Set drafter.init_from_target=false, or init_from=null."
+            raise SettingError(
+                "init_from",
+                f"the drafter starts from {path}, but drafter.init_from_target=true starts it from the target's layers",
+                do="Set drafter.init_from_target=false, or init_from=null",
             )
         found = self._differences(ours, theirs)
         differing = [f"{name} is {a!r} in the recipe, {b!r} there" for name, a, b in found]
         if draft_vocabulary == "data" and theirs.draft_vocab_size is None and "draft_vocab_size" not in self._change:
             differing.append("draft_vocabulary is 'data' in the recipe, the whole vocabulary there")
         if differing:
-            raise ValueError(
-                f"init_from: the drafter in {path} is not the one the recipe describes ({'; '.join(differing)}). Set "
-                "these in the recipe to what the drafter has (or to null, where that is allowed), list what is meant "
-                "to differ in init_from.change and leave parts that start fresh out of init_from.parts, or train from "
-                "scratch. A drafter of a part of the vocabulary is continued with draft_vocabulary=data, and keeps the "
-                "tokens that it has."
+            raise SettingError(
+                "init_from",
+                f"the drafter in {path} is not the one the recipe describes ({'; '.join(differing)})",
+                do="Set these in the recipe to what the drafter has (or to null, where that is allowed), list what "
+                "is meant to differ in init_from.change and leave parts that start fresh out of "
+                "init_from.parts, or train from scratch. A drafter of a part of the vocabulary is continued "
+                "with draft_vocabulary=data, and keeps the tokens that it has",
             )
 
     def _pair(self, name: str, ours: Any, theirs: Any) -> Iterator[tuple[str, Any, Any]]:
@@ -134,9 +139,11 @@ class Origin:
             else:
                 fresh.setdefault(part, []).append(rest)
         if not copied:
-            raise ValueError(
-                f"init_from: {self.stated.path} has no tensor of {' or '.join(self.stated.parts)} with the name and "
-                "shape of the recipe's. Choose a drafter of these parts, or set init_from=null."
+            raise SettingError(
+                "init_from",
+                f"{self.stated.path} has no tensor of {' or '.join(self.stated.parts)} with the name and shape "
+                "of the recipe's",
+                do="Choose a drafter of these parts, or set init_from=null",
             )
         words = [f"{count} of {part}" for part, count in copied.items()]
         words += [f"fresh: {part} ({_listed(names)})" for part, names in fresh.items()]

@@ -15,6 +15,7 @@ from dflash_lightning.block import BlockConstructor
 from dflash_lightning.conditioning import Conditioning
 from dflash_lightning.draft_config import DraftConfig
 from dflash_lightning.drafter import Drafter
+from dflash_lightning.errors import SettingError
 from dflash_lightning.files import DraftOrigin
 from dflash_lightning.head import DraftHead
 from dflash_lightning.model import DraftModel, make_draft_config
@@ -41,9 +42,10 @@ class DraftPlan:
 
     def __post_init__(self) -> None:
         if self.draft_vocabulary not in (None, "data"):
-            raise ValueError(
-                f"draft_vocabulary: {self.draft_vocabulary!r} is unknown. "
-                "Use 'data' (ids of the training rows) or null (all)."
+            raise SettingError(
+                "draft_vocabulary",
+                f"{self.draft_vocabulary!r} is unknown",
+                "Use 'data' (ids of the training rows) or null (all)",
             )
         self._origin()
 
@@ -61,9 +63,10 @@ class DraftPlan:
         """
         check_parts(self.conditioning, self.drafter)
         if self.block.label_layout not in self.head.label_layouts:
-            raise ValueError(
-                f"block.label_layout: head {self.head.name!r} cannot be trained with {self.block.label_layout!r} "
-                f"blocks. Use one of {list(self.head.label_layouts)}, or another head."
+            raise SettingError(
+                "block.label_layout",
+                f"head {self.head.name!r} cannot be trained with {self.block.label_layout!r} blocks",
+                f"Use one of {list(self.head.label_layouts)}, or another head",
             )
         origin = self._origin()
         if origin is not None:
@@ -152,7 +155,9 @@ class DraftPlan:
         if theirs is not None and origin is not None and "draft_vocab_size" not in origin.stated.change:
             return None if theirs.config.draft_vocab_size is None else theirs.draft_vocab.tolist()
         if not used_ids:
-            raise ValueError("draft_vocabulary: 'data' needs a DraftData data module to take the ids from. Use null.")
+            raise SettingError(
+                "draft_vocabulary", "'data' needs a DraftData data module to take the ids from", "Use null"
+            )
         return sorted(used_ids)
 
     def _config(
@@ -195,11 +200,12 @@ def check_target(theirs: DraftConfig, target: FrozenTarget, *, may_differ: bool)
     if may_differ:
         return
     if digest != target.facts.digest:
-        raise ValueError(
-            f"init_from: the drafter was made for {theirs.target.get('name', 'another target')} with digest of the "
-            f"weights {digest}, but the target {target.facts.name} has {target.facts.digest}. Give the target it was "
-            "made for, or list 'target' in init_from.change if this is another copy of that model (quantised or "
-            "fine-tuned, say)."
+        raise SettingError(
+            "init_from",
+            f"the drafter was made for {theirs.target.get('name', 'another target')} with digest of the "
+            f"weights {digest}, but the target {target.facts.name} has {target.facts.digest}",
+            "Give the target it was made for, or list 'target' in init_from.change if this is another copy "
+            "of that model (quantised or fine-tuned, say)",
         )
     target.check_draft(theirs)
 

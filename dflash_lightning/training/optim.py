@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dflash_lightning.errors import SettingError
 from dflash_lightning.schedule import warmup_cosine
 
 _LEAST_RISE = 0.02  # of the steps that are left, after the length of a run has changed
@@ -42,11 +43,14 @@ class OptimSettings:
 
     def __post_init__(self) -> None:
         if not self.lr > 0:
-            raise ValueError(f"optim.lr: {self.lr} does not move the weights. Use a positive number, such as 6e-4.")
+            raise SettingError(
+                "optim.lr", f"{self.lr} does not move the weights", "Use a positive number, such as 6e-4"
+            )
         if not 0 <= self.warmup_fraction < 1:
-            raise ValueError(
-                f"optim.warmup_fraction: {self.warmup_fraction} is not a share of the run. Use 0 <= fraction < 1, "
-                "or set optim.warmup_steps to count optimizer steps."
+            raise SettingError(
+                "optim.warmup_fraction",
+                f"{self.warmup_fraction} is not a share of the run",
+                "Use 0 <= fraction < 1, or set optim.warmup_steps to count optimizer steps",
             )
 
     def factor(self, step: int, total_steps: int, change: LengthChange | None = None) -> float:

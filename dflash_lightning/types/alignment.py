@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from dflash_lightning.errors import SettingError
+
 LabelLayout = Literal["same_position", "anchor_first"]
 LABEL_LAYOUTS: tuple[LabelLayout, ...] = ("same_position", "anchor_first")
 
@@ -25,12 +27,15 @@ class Alignment:
 
     def __post_init__(self) -> None:
         if self.block_size < 2:
-            raise ValueError(
-                f"block.block_size: {self.block_size} leaves no slot to draft. It counts the anchor slot, so use 2 "
-                "or more (DFlash uses 16)."
+            raise SettingError(
+                "block.block_size",
+                f"{self.block_size} leaves no slot to draft",
+                "It counts the anchor slot, so use 2 or more (DFlash uses 16)",
             )
         if self.label_layout not in LABEL_LAYOUTS:
-            raise ValueError(f"block.label_layout: {self.label_layout!r} is unknown. Use one of {list(LABEL_LAYOUTS)}.")
+            raise SettingError(
+                "block.label_layout", f"{self.label_layout!r} is unknown", f"Use one of {list(LABEL_LAYOUTS)}"
+            )
 
     @property
     def shift(self) -> int:

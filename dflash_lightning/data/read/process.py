@@ -22,6 +22,7 @@ from dflash_lightning.data.read.processed_cache import Processed, ProcessedCache
 from dflash_lightning.data.read.provenance import joint_provenance
 from dflash_lightning.data.read.sources import Source
 from dflash_lightning.data.read.truncation import TRUNCATE, Truncate
+from dflash_lightning.errors import SettingError
 from dflash_lightning.files import file_digest, write_atomic
 from dflash_lightning.target import FrozenTarget, TargetText
 from dflash_lightning.target.mask_token import special_ids
@@ -43,14 +44,15 @@ class Processing:
 
     def __post_init__(self) -> None:
         if self.truncate not in TRUNCATE:
-            raise ValueError(f"data.truncate: {self.truncate!r} is unknown. Use one of {list(TRUNCATE)}.")
+            raise SettingError("data.truncate", f"{self.truncate!r} is unknown", f"Use one of {list(TRUNCATE)}")
 
     def check_target(self, text: TargetText) -> None:
         """Refuse documents longer than the target has positions."""
         if not 2 <= self.max_length <= text.max_positions:
-            raise ValueError(
-                f"data.max_length: {self.max_length} is not possible for {text.name}, which has {text.max_positions} "
-                f"positions. Use 2..{text.max_positions}."
+            raise SettingError(
+                "data.max_length",
+                f"{self.max_length} is not possible for {text.name}, which has {text.max_positions} positions",
+                f"Use 2..{text.max_positions}",
             )
 
     def check_used(self, summary: DataSummary) -> None:
@@ -59,9 +61,10 @@ class Processing:
         ``chat_template_kwargs`` is not: evaluation renders its prompts with the same field.
         """
         if not summary.chat_rows and self.supervise != "all_turns":
-            raise ValueError(
-                f"data.supervise: {self.supervise!r} does not apply to tokenised rows, which are used as they are. "
-                "Remove it, or give chat rows."
+            raise SettingError(
+                "data.supervise",
+                f"{self.supervise!r} does not apply to tokenised rows, which are used as they are",
+                do="Remove it, or give chat rows",
             )
 
     def make(self, sources: Sequence[Source], target: FrozenTarget, *, progress: bool = False) -> Processed:
@@ -131,7 +134,7 @@ class TrainingRows:
 
     def __post_init__(self) -> None:
         if not 0 <= self.max_bad_rows <= 1:
-            raise ValueError(f"data.max_bad_rows: {self.max_bad_rows} is not a share. Use 0..1, e.g. 0.01.")
+            raise SettingError("data.max_bad_rows", f"{self.max_bad_rows} is not a share", "Use 0..1, e.g. 0.01")
 
     def load(self, target: FrozenTarget, *, is_main: bool) -> tuple[Processed, list[str]]:
         """The documents, made or from the cache, and the account of them to be printed; ``is_main`` writes side files.

@@ -13,6 +13,7 @@ from dflash_lightning.decoding.builder.shape import best_first
 from dflash_lightning.decoding.law import highest
 from dflash_lightning.decoding.sampling import Sampler
 from dflash_lightning.decoding.types import Draft, Round, Scores
+from dflash_lightning.errors import SettingError
 
 
 class BestFirstTree(DraftBuilder):
@@ -34,8 +35,8 @@ class BestFirstTree(DraftBuilder):
 
     def __init__(self, *, budget: int | None = None) -> None:
         if budget is not None and budget < 1:
-            raise ValueError(
-                f"decoding.builder.budget: {budget} leaves no draft. Use 1 or more, or null for a chain's."
+            raise SettingError(
+                "decoding.builder.budget", f"{budget} leaves no draft", "Use 1 or more, or null for a chain's"
             )
         self.budget = budget
 

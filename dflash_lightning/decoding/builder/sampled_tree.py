@@ -15,6 +15,7 @@ from dflash_lightning.decoding.noise import Noise, Stream
 from dflash_lightning.decoding.paths import along_paths
 from dflash_lightning.decoding.sampling import Sampler
 from dflash_lightning.decoding.types import Draft, Round, Scores
+from dflash_lightning.errors import SettingError
 from dflash_lightning.types import gather_lanes
 
 
@@ -37,17 +38,18 @@ class SampledTree(DraftBuilder):
 
     def __init__(self, *, budget: int | None = None, branching: list[int] | None = None) -> None:
         if budget is not None and branching is not None:
-            raise ValueError(
-                "decoding.builder: budget and branching both fix the shape of the tree. Set one of them to null."
+            raise SettingError(
+                "decoding.builder", "budget and branching both fix the shape of the tree", do="Set one of them to null"
             )
         if budget is not None and budget < 1:
-            raise ValueError(
-                f"decoding.builder.budget: {budget} leaves no draft. Use 1 or more, or null for a chain's."
+            raise SettingError(
+                "decoding.builder.budget", f"{budget} leaves no draft", "Use 1 or more, or null for a chain's"
             )
         if branching is not None and (not branching or min(branching) < 1):
-            raise ValueError(
-                f"decoding.builder.branching: {list(branching)} is no tree. Give the number of children at every "
-                "depth, 1 or more, for example [3, 2, 1]."
+            raise SettingError(
+                "decoding.builder.branching",
+                f"{list(branching)} is no tree",
+                "Give the number of children at every depth, 1 or more, for example [3, 2, 1]",
             )
         self.budget = budget
         self.branching = None if branching is None else list(branching)

@@ -8,6 +8,7 @@ from torch import Tensor
 from dflash_lightning.decoding.paths import leading
 from dflash_lightning.decoding.policy.base import WidthPolicy
 from dflash_lightning.decoding.types import Draft, Round
+from dflash_lightning.errors import SettingError
 
 
 class ConfidencePolicy(WidthPolicy):
@@ -29,17 +30,18 @@ class ConfidencePolicy(WidthPolicy):
 
     def __init__(self, *, threshold: float = 0.5, cumulative: bool = False) -> None:
         if not 0.0 <= threshold <= 1.0:
-            raise ValueError(
-                f"decoding.policy.threshold: {threshold} is no probability. Use a number in [0, 1]; 0 cuts nothing."
+            raise SettingError(
+                "decoding.policy.threshold", f"{threshold} is no probability", "Use a number in [0, 1]; 0 cuts nothing"
             )
         self.threshold = threshold
         self.cumulative = cumulative
 
     def width(self, draft: Draft, where: Round) -> Int[Tensor, " B"]:
         if "confidence" not in draft.signals:
-            raise ValueError(
-                f"decoding.policy: ConfidencePolicy reads the signal 'confidence', but the draft has "
-                f"{sorted(draft.signals)}. Use a drafter whose head gives it, or set decoding.policy to null."
+            raise SettingError(
+                "decoding.policy",
+                f"ConfidencePolicy reads the signal 'confidence', but the draft has {sorted(draft.signals)}",
+                "Use a drafter whose head gives it, or set decoding.policy to null",
             )
         confidence = draft.signals["confidence"].float()
         return leading((confidence.cumprod(1) if self.cumulative else confidence) >= self.threshold)
