@@ -111,7 +111,7 @@ class DraftModule(LightningModule):
             self.model.config.chat_template_kwargs = dict(data.chat_template_kwargs)
             summary = data.summary
             check_labels(self.terms, summary.why_not_samples, unknown=summary.labels == "unknown")
-            check_teacher(self.terms, data.cache_features, data.cache_dtype, self.target.dtype)
+            check_teacher(self.terms, data.feature_products)
             data.bind(self.block, self.model.alignment, self.required(), self._vocabulary_mask())
 
     def _vocabulary_mask(self) -> Bool[Tensor, " V"] | None:

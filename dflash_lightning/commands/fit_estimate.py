@@ -173,7 +173,7 @@ def _measure(parts: Parts, module: DraftModule, data: DraftData, steps: int, sho
     """Seconds by part; one micro-batch is enough where it is long, or where the run is ``short`` seconds of each."""
     device, begin, cpu = parts.trainer.strategy.root_device, time.monotonic(), time.process_time()
     times: list[tuple[float, float]] = []
-    target = with_products(module.target, data.feature_products)
+    target = with_products(module.target, data.feature_products, exact=module.required().last_hidden)
     for batch in data.first_batches(_MOST):
         times.append(_time_batch(parts, module, target, move_data_to_device(batch, device), steps))
         on_cpu, last = device.type == "cpu", sum(times[-1])

@@ -321,7 +321,7 @@ class DraftData(LightningDataModule):
     def _make_cache(self, spec: FeatureSpec) -> FeatureCache:
         # Loaders are made (by ``estimated_stepping_batches`` in configure_optimizers) before the module's fit starts.
         target = self.target if self.trainer is None else self.target.to(self.trainer.strategy.root_device)
-        target = with_products(target, self.feature_products)
+        target = with_products(target, self.feature_products, exact=spec.last_hidden)
         row_tokens = self.row_tokens if self.packing and target is self.target else None
         store, dtype = self.documents, self.cache_dtype
         if self.cache_features == "ram":

@@ -33,10 +33,11 @@ class ConfidenceLoss(SlotwiseLoss):
         signal: str = "confidence",  # which of the head's signals is trained: probabilities per slot
         temperature: float | int = 1.0,  # divides the logits of both laws: the temperature that decoding will use
         decay: float | int | None = None,  # slots over which the weight falls to 1/e; null weighs all alike
+        prefix: bool = False,  # count only the unbroken run of valid slots at the start of a block
         coefficient: float | int = 1.0,  # weight of the term in the sum
         view: str = "main",  # the distribution whose acceptance is meant
     ) -> None:
-        super().__init__(decay=decay, coefficient=coefficient, view=view)
+        super().__init__(decay=decay, coefficient=coefficient, view=view, prefix=prefix)
         self.signal = signal
         self.temperature = check_temperature(temperature)
         self.reads = (signal,)

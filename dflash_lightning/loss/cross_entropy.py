@@ -30,10 +30,11 @@ class CrossEntropy(SlotwiseLoss):
         *,
         decay: float | int | None = None,  # slots over which the weight falls to 1/e; null weighs all alike
         labels: Literal["data", "target"] = "data",  # the row's own token, or the one that the target finds likeliest
+        prefix: bool = False,  # count only the unbroken run of valid slots at the start of a block
         coefficient: float | int = 1.0,  # weight of the term in the sum
         view: str = "main",  # which of the head's distributions is scored
     ) -> None:
-        super().__init__(decay=decay, coefficient=coefficient, view=view)
+        super().__init__(decay=decay, coefficient=coefficient, view=view, prefix=prefix)
         if labels not in ("data", "target"):
             raise SettingError("loss.labels", f"{labels!r} is unknown", "Use 'data' or 'target'")
         self.labels = labels

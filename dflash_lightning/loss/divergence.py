@@ -34,10 +34,11 @@ class Divergence(SlotwiseLoss):
         kind: Kind = "forward_kl",  # which divergence
         temperature: float | int = 1.0,  # divides the logits of both laws
         decay: float | int | None = None,  # slots over which the weight falls to 1/e; null weighs all alike
+        prefix: bool = False,  # count only the unbroken run of valid slots at the start of a block
         coefficient: float | int = 1.0,  # weight of the term in the sum
         view: str = "main",  # which of the head's distributions is scored
     ) -> None:
-        super().__init__(decay=decay, coefficient=coefficient, view=view)
+        super().__init__(decay=decay, coefficient=coefficient, view=view, prefix=prefix)
         if kind not in get_args(Kind):
             raise SettingError("loss.kind", f"{kind!r} is unknown", f"Use one of {list(get_args(Kind))}")
         self.kind: Kind = kind
@@ -71,10 +72,11 @@ class TotalVariation(SlotwiseLoss):
         *,
         temperature: float | int = 1.0,  # divides the logits of both laws: the temperature that decoding will use
         decay: float | int | None = None,  # slots over which the weight falls to 1/e; null weighs all alike
+        prefix: bool = False,  # count only the unbroken run of valid slots at the start of a block
         coefficient: float | int = 1.0,  # weight of the term in the sum
         view: str = "main",  # which of the head's distributions is scored
     ) -> None:
-        super().__init__(decay=decay, coefficient=coefficient, view=view)
+        super().__init__(decay=decay, coefficient=coefficient, view=view, prefix=prefix)
         self.temperature = check_temperature(temperature)
 
     def required(self) -> FeatureSpec:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dflash_lightning.errors import SettingError
 from dflash_lightning.loss.base import Labels, LossTerm, check_temperature, taught
+from dflash_lightning.loss.slotwise import unbroken
 from dflash_lightning.ops.lm_head import HeadOutput, LabelLogProb, Overlap, Teacher, TeacherLogProb
 from dflash_lightning.types import BlockLayout, FeatureSpec, SlotTotals, StepContext
 
@@ -135,11 +136,6 @@ class BlockVerificationLoss(LossTerm):
         a, b = (log.clamp(_FLOOR, -_FLOOR).exp() for log in (least, before))
         (scores,) = view.ask(Overlap(teacher, a, b, temperature))
         return scores
-
-
-def unbroken(layout: BlockLayout) -> Bool[Tensor, "B N K"]:
-    """Valid slots before which every predicting slot of the block is valid too."""
-    return (layout.valid | ~layout.predicts).cumprod(-1).bool() & layout.valid
 
 
 def power_mean(

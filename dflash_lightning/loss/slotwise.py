@@ -21,9 +21,11 @@ class SlotwiseLoss(LossTerm):
     ``w_j = exp(-j / decay)`` where ``j`` counts the *predicting* slots of a block from 0, valid or not: the first draft
     weighs 1 in both label layouts. A mistake there loses the whole block, one in the last slot a single token.
     ``decay`` null weighs all alike; DFlash (arXiv 2602.06036 sec. 4.2) uses 7, 5 and 4 for blocks of 16, 10 and 8.
+    ``prefix`` counts only the unbroken run of valid slots at the start of a block (DSpark, arXiv 2607.05147): what
+    stands behind an unlabelled slot is a continuation that no draft is judged on.
     """
 
-    def __init__(self, *, decay: float | int | None, coefficient: float | int, view: str) -> None:
+    def __init__(self, *, decay: float | int | None, coefficient: float | int, view: str, prefix: bool = False) -> None:
         if decay is not None and not decay > 0:
             raise SettingError(
                 "loss.decay",
@@ -34,6 +36,7 @@ class SlotwiseLoss(LossTerm):
         self.decay = None if decay is None else float(decay)
         self.coefficient = float(coefficient)
         self.view = view
+        self.prefix = prefix
 
     @abstractmethod
     def per_slot(self, out: HeadOutput, layout: BlockLayout, teacher: Teacher | None) -> Float[Tensor, "B N K"]:
@@ -45,10 +48,10 @@ class SlotwiseLoss(LossTerm):
         losses = self.per_slot(out, layout, teacher)
         weights = slot_weights(layout.predicts, self.decay)
         # where, not a product: an invalid slot may hold NaN, and 0 * NaN is NaN.
-        return torch.where(layout.valid, weights * losses, 0.0).sum()
+        return torch.where(unbroken(layout) if self.prefix else layout.valid, weights * losses, 0.0).sum()
 
     def denominator(self, totals: SlotTotals) -> Float[Tensor, ""]:
-        counts = totals.valid
+        counts = totals.prefix_valid if self.prefix else totals.valid
         return (counts * decay_weights(len(counts), self.decay, device=counts.device)).sum()
 
 
@@ -56,3 +59,8 @@ def slot_weights(predicts: Bool[Tensor, "B N K"], decay: float | None) -> Float[
     """``exp(-j / decay)`` at the ``j``-th predicting slot of every block; what stands at other slots means nothing."""
     order = (predicts.cumsum(-1) - 1).clamp(min=0)
     return decay_weights(predicts.shape[-1], decay, device=predicts.device)[order]
+
+
+def unbroken(layout: BlockLayout) -> Bool[Tensor, "B N K"]:
+    """Valid slots before which every predicting slot of the block is valid too."""
+    return (layout.valid | ~layout.predicts).cumprod(-1).bool() & layout.valid

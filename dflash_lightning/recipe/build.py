@@ -14,6 +14,7 @@ from dflash_lightning.callbacks import TrainingBar
 from dflash_lightning.module import DraftModule
 from dflash_lightning.recipe.arguments import by_import
 from dflash_lightning.recipe.check import find_faults
+from dflash_lightning.recipe.drafting import drafting_faults
 from dflash_lightning.recipe.faults import Fault, RecipeError
 from dflash_lightning.recipe.make import make, make_target
 from dflash_lightning.recipe.precision import settle_precision
@@ -38,6 +39,8 @@ def list_faults(cfg: DictConfig) -> list[Fault]:
     wrong = {fault.where.partition(".")[0] for fault in faults}
     if not wrong & {"target", "block", "conditioning", "drafter", "head", "loss", "init_from", "draft_vocabulary"}:
         faults += target_faults(plain_tree(cfg, []))
+    if not wrong & {"block", "head"}:
+        faults += drafting_faults(plain_tree(cfg, []), wrong)
     return list(dict.fromkeys(faults))
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import math
+import types
+import typing
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -85,8 +87,10 @@ class NodeChecker:
         if arguments is None:
             return
         made = arguments.made
-        if is_settings_class(hint) and is_settings_class(made) and not issubclass(made, hint):
-            yield Fault(f"{where}._target_", f"{path!r} makes a {made.__name__}", f"{where} takes a {hint.__name__}")
+        wanted = _classes(hint)
+        if wanted and is_settings_class(made) and not issubclass(made, wanted):
+            takes = " or ".join(one.__name__ for one in wanted)
+            yield Fault(f"{where}._target_", f"{path!r} makes a {made.__name__}", f"{where} takes a {takes}")
             return
         own = list(self._arguments(node, arguments, where))
         yield from own
@@ -110,6 +114,12 @@ class NodeChecker:
         for key in sorted(allowed & arguments.required - node.keys()):
             words = describe(arguments.hints[key])
             yield Fault(f"{where}.{key}", f"required by {node['_target_']}", f"Set {where}.{key} ({words})")
+
+
+def _classes(hint: Any) -> tuple[type, ...]:
+    """The classes of which an argument with this hint takes an instance; none where it takes plain values only."""
+    union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    return tuple(one for one in (typing.get_args(hint) if union else (hint,)) if is_settings_class(one))
 
 
 def _not_finite(value: Any) -> float | None:

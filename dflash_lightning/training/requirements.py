@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-import torch
 from lightning.pytorch.utilities import rank_zero_warn
 
 from dflash_lightning.head import DraftHead
@@ -41,23 +40,20 @@ def check_labels(
             )
 
 
-def check_teacher(
-    terms: Mapping[str, LossTerm], kept: str | None, cache_dtype: torch.dtype, target_dtype: torch.dtype
-) -> None:
-    """Refuse a cache of features that rounds the hidden states a loss takes the target's law from.
+def check_teacher(terms: Mapping[str, LossTerm], products: str | None) -> None:
+    """Refuse kept features that are computed with rounded products where a loss takes the target's law from them.
 
-    Rounding to bfloat16 moves probabilities by a percent, which a drafter would learn. ``kept`` is where features are
-    cached (null: nowhere).
+    Its probabilities would be off by a percent, which the drafter would learn. ``products`` is
+    ``data.feature_products``; what ``auto`` chooses there never rounds a teacher.
 
     Raises:
-        ValueError: a term reads the teacher and ``cache_dtype`` cannot hold ``target_dtype``.
+        ValueError: a term reads the teacher and the products are bfloat16.
     """
     asking = [name for name, term in terms.items() if term.required().last_hidden]
-    if asking and kept is not None and torch.promote_types(cache_dtype, target_dtype) != cache_dtype:
-        rounded, exact = (str(dtype).removeprefix("torch.") for dtype in (cache_dtype, target_dtype))
+    if asking and products == "bfloat16":
         raise ValueError(
-            f"data.cache_dtype: {rounded} rounds the target's last hidden states ({exact}), from which "
-            f"loss.{asking[0]} takes the target's law. Set data.cache_dtype to null, or data.cache_features to null."
+            f"data.feature_products: bfloat16 rounds the hidden states from which loss.{asking[0]} takes the target's "
+            "law. Set it to auto, float32 or null."
         )
 
 

@@ -12,6 +12,7 @@ from dflash_lightning.block import Anchored
 from dflash_lightning.conditioning import KVInjection
 from dflash_lightning.data import DraftData
 from dflash_lightning.data.read.provenance import Draws, Labels, joint_provenance, read_provenance
+from dflash_lightning.decoding import DecodingSettings
 from dflash_lightning.drafter import BlockTransformer
 from dflash_lightning.head import MarginalHead
 from dflash_lightning.loss import BlockVerificationLoss, CrossEntropy
@@ -31,9 +32,12 @@ def answers(target: FrozenTarget, tmp_path_factory: pytest.TempPathFactory) -> d
     folder = tmp_path_factory.mktemp("answers")
     prompts = folder / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"turns": [f"tell {i}"]}) + "\n" for i in range(4)))
-    settings: dict[str, Any] = {"batch_size": 4, "max_new_tokens": 12, "progress": False}
-    greedy = regenerate(prompts, target, folder / "greedy.jsonl", **settings).out
-    sampled = regenerate(prompts, target, folder / "sampled.jsonl", temperature=1.0, **settings).out
+    drawn = {"greedy": 0.0, "sampled": 1.0}
+    settings = {name: DecodingSettings(temperature=t, batch_size=4, max_new_tokens=12) for name, t in drawn.items()}
+    greedy, sampled = (
+        regenerate(prompts, target, folder / f"{name}.jsonl", decoding=settings[name], progress=False).out
+        for name in drawn
+    )
     made = {"greedy": greedy, "sampled": sampled, "unknown": folder / "lost.jsonl"}
     made["unknown"].write_bytes(sampled.read_bytes())
     meta = json.loads(Path(f"{sampled}.meta.json").read_text())

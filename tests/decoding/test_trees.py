@@ -12,6 +12,8 @@ from torch import Tensor
 
 from dflash_lightning.decoding.builder import BestChain, BestFirstTree, DraftBuilder, SampledChain, SampledTree
 from dflash_lightning.decoding.builder.grow import grow
+from dflash_lightning.decoding.choice import named_part
+from dflash_lightning.decoding.decoder import SpeculativeDecoder
 from dflash_lightning.decoding.law import Law
 from dflash_lightning.decoding.loop import decode_batch
 from dflash_lightning.decoding.noise import Noise
@@ -408,3 +410,35 @@ def test_builders_are_made_again_from_their_settings() -> None:
     for builder in (BestFirstTree(budget=5), SampledTree(branching=[2, 1]), SampledTree(budget=4), BestFirstTree()):
         again = DraftBuilder.from_settings(builder.name, builder.settings())
         assert type(again) is type(builder) and again.settings() == builder.settings()
+
+
+# --- a real target --------------------------------------------------------------------------------------------------
+
+
+def test_trees_on_a_transformers_target_write_what_it_generates(make_target, make_draft, plain_generate) -> None:
+    """Greedy: ``transformers.generate``, in a ragged batch. With keyed noise: what is written without drafts."""
+    target = make_target("qwen3")
+    draft = make_draft(target)
+    prompts, requests = [[65, 66, 67, 68, 69], [70, 71]], [4, 2]
+
+    def decode(builder: DraftBuilder | None, verifier: str | None = None, **sampling: object) -> list[list[int]]:
+        decoder = SpeculativeDecoder(
+            target,
+            None if builder is None else draft,
+            sampling=SamplingSpec(**sampling),
+            builder=builder,
+            verifier=named_part("verifier", verifier),
+            max_length=40,
+            batch_size=2,
+            compile=False,
+            prepacked=False,
+        )
+        result = decoder.decode(prompts, max_new_tokens=12, stop_ids=(), request_ids=requests)
+        return [generation.output_ids for generation in result.generations]
+
+    assert decode(BestFirstTree(budget=9)) == [plain_generate(target, prompt, 12, ()) for prompt in prompts]
+    sampling = {"temperature": 0.8, "top_p": 0.9, "seed": 1}
+    plain = decode(None, **sampling)
+    assert decode(BestFirstTree(budget=9), **sampling) == plain
+    assert decode(SampledTree(branching=[2, 2, 1]), "match", **sampling) == plain
+    assert len(decode(SampledTree(budget=7), **sampling)[0]) == 12

@@ -232,6 +232,7 @@ def test_settings_make_an_equal_term() -> None:
         == {
             "decay": 7,
             "labels": "data",
+            "prefix": False,
             "coefficient": 0.5,
             "view": "main",
         }

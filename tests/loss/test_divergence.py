@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import pytest
 import torch
+from jaxtyping import TypeCheckError
 from torch import Tensor
 
 from dflash_lightning.block import count_slots
@@ -110,5 +112,18 @@ def test_labels_and_settings_are_what_a_recipe_says() -> None:
     ],
 )
 def test_bad_settings_are_refused_with_what_to_do(make: Any, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises((ValueError, TypeCheckError)) as caught:  # the shape hook, where it is on, knows allowed words
         make()
+    assert isinstance(caught.value, TypeCheckError) or re.match(words, str(caught.value))
+
+
+def test_a_prefix_ends_at_the_first_slot_that_is_not_valid(table: Any) -> None:
+    """Blocks with a hole, without a first label, whole: 1 + 0 + 3 slots count, in sum and in total."""
+    valid = torch.tensor([[1, 0, 1], [0, 1, 1], [1, 1, 1]]).bool()
+    made = table(laws(3, 3, seed=1), laws(3, 3, seed=2), torch.zeros(3, 3, dtype=torch.long), valid)
+    counted = torch.tensor([[1, 0, 0], [0, 0, 0], [1, 1, 1]]).bool()
+    alone = table(laws(3, 3, seed=1), laws(3, 3, seed=2), torch.zeros(3, 3, dtype=torch.long), counted)
+    for kind in (TotalVariation, CrossEntropy, Divergence):
+        found = value_of(kind(decay=2.0, prefix=True), made)
+        assert found.item() == pytest.approx(value_of(kind(decay=2.0), alone).item(), rel=1e-12)
+        assert found.item() != pytest.approx(value_of(kind(decay=2.0), made).item(), rel=1e-3)

@@ -35,7 +35,7 @@ def check_products(products: FeatureProducts, *, kept: bool) -> None:
         )
 
 
-def with_products(target: FrozenTarget, products: FeatureProducts) -> FrozenTarget:
+def with_products(target: FrozenTarget, products: FeatureProducts, *, exact: bool = False) -> FrozenTarget:
     """The target as kept features are computed by it; itself where ``products`` is null.
 
     Otherwise a copy for features only, which shares embedding and norms and has passed the target's own checks of
@@ -43,7 +43,7 @@ def with_products(target: FrozenTarget, products: FeatureProducts) -> FrozenTarg
     ``"bfloat16"`` rounds the factors of every product (see ``RoundedLinear``): features then differ by some 4e-3,
     relative, as they do when they are kept in bfloat16. ``"float32"`` lays the weights out for long rows once, which
     changes the last bits. ``"auto"`` is the former on CPUs that measure fast in bfloat16, else the latter; it is null
-    off the CPU and for a target that is not float32.
+    off the CPU and for a target that is not float32. With ``exact``, for features that teach, ``"auto"`` never rounds.
 
     Raises:
         ValueError: the copy's features are not the intact model's.
@@ -51,7 +51,7 @@ def with_products(target: FrozenTarget, products: FeatureProducts) -> FrozenTarg
     if products == "auto":
         if target.device.type != "cpu" or target.dtype != torch.float32:
             return target
-        products = "bfloat16" if bfloat16_is_fast() else "float32"
+        products = "bfloat16" if bfloat16_is_fast() and not exact else "float32"
     if products is None:
         return target
     other, anatomy = copy.copy(target), target.anatomy
