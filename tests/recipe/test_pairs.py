@@ -122,7 +122,11 @@ def test_the_recipe_without_them_has_no_fault(faults_with: Any) -> None:
 @pytest.mark.parametrize(
     ("parts", "extra", "words"),
     [
-        ({"drafter": "Needy"}, [], ("conditioning: ", "'needy_of_test_pairs'", "tides", "'kv_injection'", "use another drafter")),
+        (
+            {"drafter": "Needy"},
+            [],
+            ("conditioning: ", "'needy_of_test_pairs'", "tides", "'kv_injection'", "use another drafter"),
+        ),
         (
             {"head": "AnchorFirst"},
             [],
