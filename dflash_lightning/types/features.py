@@ -82,8 +82,11 @@ class TargetFeatures:
         mapped: dict[str, Any] = {name: f(value) for name, value in self.tensors().items()}
         return replace(self, **mapped)
 
-    def to(self, dtype: torch.dtype) -> TargetFeatures:
-        """The same record with every state in ``dtype``; tokens stay whole numbers."""
+    def in_dtype(self, dtype: torch.dtype) -> TargetFeatures:
+        """The same record with every state in ``dtype``; tokens stay whole numbers.
+
+        Not called ``to``: Lightning would call it to move a batch to its device, and leave the tokens behind.
+        """
         return self.map(lambda x: x.to(dtype) if x.is_floating_point() else x)
 
     def rows(self, start: int, stop: int) -> TargetFeatures:
