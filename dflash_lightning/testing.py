@@ -66,7 +66,7 @@ def toy_module(**parts: Any) -> DraftModule:
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         for parameter in module.draft_model.parameters():
-            parameter += 0.1 * torch.randn_like(parameter)
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
     return module
 
 

@@ -31,8 +31,18 @@ def test_settings_of_decoding_may_stand_anywhere_behind_the_command() -> None:
     """Also behind options that take several words, which would swallow them."""
     for words in (
         [*EVALUATE, "decoding=tree", "decoding.builder.budget=5", "--max-new-tokens", "7"],
-        ["evaluate", "--draft", "a", "decoding=tree", "b", "--prompts", "x.jsonl", "decoding.builder.budget=5"]
-        + ["--max-new-tokens", "7"],
+        [
+            "evaluate",
+            "--draft",
+            "a",
+            "decoding=tree",
+            "b",
+            "--prompts",
+            "x.jsonl",
+            "decoding.builder.budget=5",
+            "--max-new-tokens",
+            "7",
+        ],
         ["evaluate", "decoding=tree", "decoding.builder.budget=5", *EVALUATE[1:], "--max-new-tokens", "7"],
     ):
         args = parsed(*words)
