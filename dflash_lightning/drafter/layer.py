@@ -103,7 +103,9 @@ class BlockSelfAttention(nn.Module):
         q = rotate(self.q_norm(q), rotation)
         k, v = self.keys_and_values(x, rotation)
         out = block_attention(
-            *(one[:, :, None] for one in (q, k, v)),
+            q[:, :, None],
+            k[:, :, None],
+            v[:, :, None],
             visible_sources(sources, chain, x.shape[1]),
             causal=True,
             window=self.pattern.window,
