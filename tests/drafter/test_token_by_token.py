@@ -276,16 +276,16 @@ def test_parts_that_would_draft_badly_together_are_refused() -> None:
     kv, marginal = KVInjection(), MarginalHead()
     check_parts(tokens, kv, CausalTransformer(), marginal)
     for block in (masks, Masked()):
-        with pytest.raises(ValueError, match="block.inputs: slots hold masks in training, but .*'causal_transformer'"):
+        with pytest.raises(ValueError, match=r"block.inputs: slots hold masks in training, but .*'causal_transformer'"):
             check_parts(block, kv, CausalTransformer(), marginal)
-    with pytest.raises(ValueError, match="block.inputs: slots hold tokens in training.*Set block.inputs=masks"):
+    with pytest.raises(ValueError, match=r"block.inputs: slots hold tokens in training.*Set block.inputs=masks"):
         check_parts(tokens, kv, BlockTransformer(), marginal)
     with pytest.raises(ValueError, match=r"head: drafter 'causal_transformer' .* 'markov' .* Use one of .*'marginal'"):
         check_parts(tokens, kv, CausalTransformer(), MarkovHead())
     for conditioning in (kv, InputFusion()):
         with pytest.raises(ValueError, match=r"'feedback_transformer' reads .* Use one of \['token_fusion'\]"):
             check_parts(tokens, conditioning, FeedbackTransformer(), marginal)
-    with pytest.raises(ValueError, match="drafter.is_causal: false, but .* Leave it null"):
+    with pytest.raises(ValueError, match=r"drafter.is_causal: false, but .* Leave it null"):
         CausalTransformer(is_causal=False)
     assert not DraftHead.per_slot, "a head of one's own must say so"
 
