@@ -86,7 +86,8 @@ def test_every_tensor_of_a_record_goes_through_every_move() -> None:
     """One that is dropped anywhere is missing here."""
     features = _features()
     names = {"hidden", "last_hidden", "ids", "next_ids"}
-    halves = features.to(torch.float16)
+    halves = features.with_dtype(torch.float16)
+    assert not hasattr(features, "to"), "Lightning moves what has such a method by it, and not tensor by tensor"
     taken = features.take(torch.tensor([[1], [2]]))
     moved = {"map": features.map(torch.clone), "rows": features.rows(1, 3), "take": taken, "to": halves}
     for how, record in moved.items():

@@ -343,7 +343,7 @@ class DraftData(LightningDataModule):
             spec = self._binding()[2]
             batch.features = self.target.features(batch.input_ids, batch.position_ids, spec, packed=batch.packed)
         else:
-            batch.features = batch.features.to(self.target.dtype)
+            batch.features = batch.features.with_dtype(self.target.dtype)
         return batch
 
     @property

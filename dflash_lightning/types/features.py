@@ -82,7 +82,7 @@ class TargetFeatures:
         mapped: dict[str, Any] = {name: f(value) for name, value in self.tensors().items()}
         return replace(self, **mapped)
 
-    def to(self, dtype: torch.dtype) -> TargetFeatures:
+    def with_dtype(self, dtype: torch.dtype) -> TargetFeatures:
         """The same record with every state in ``dtype``; tokens stay whole numbers."""
         return self.map(lambda x: x.to(dtype) if x.is_floating_point() else x)
 
