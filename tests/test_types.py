@@ -88,6 +88,7 @@ def test_every_tensor_of_a_record_goes_through_every_move() -> None:
     features = _features()
     names = {"hidden", "last_hidden", "ids", "next_ids"}
     halves = features.in_dtype(torch.float16)
+    assert not hasattr(features, "to"), "Lightning moves what has such a method by it, and not tensor by tensor"
     taken = features.take(torch.tensor([[1], [2]]))
     moved = {"map": features.map(torch.clone), "rows": features.rows(1, 3), "take": taken, "to": halves}
     for how, record in moved.items():

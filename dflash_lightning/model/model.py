@@ -15,14 +15,15 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from dflash_lightning.conditioning import Conditioning
 from dflash_lightning.draft_config import DraftConfig
-from dflash_lightning.drafter import Drafter
+from dflash_lightning.drafter import Drafter, SequentialDrafter
 from dflash_lightning.head import DraftHead, HeadOutput
 from dflash_lightning.model.assistant import AssistantContext, check_assistant, visible_context_rows
 from dflash_lightning.model.config import check_config
 from dflash_lightning.model.files import file_names, load_draft_weights, without_progress_bars, write_folder
 from dflash_lightning.ops.context import ContextState, DraftCache
 from dflash_lightning.ops.lm_head import LanguageHead
-from dflash_lightning.types import Alignment, BlockLayout, FeatureSpec, Scores, TargetFeatures
+from dflash_lightning.target import FrozenTarget
+from dflash_lightning.types import Alignment, BlockLayout, Carried, FeatureSpec, Scores, TargetFeatures
 
 
 class DraftModel(PreTrainedModel):
@@ -68,6 +69,14 @@ class DraftModel(PreTrainedModel):
             return lm
         return lm.restrict(self.draft_vocab)
 
+    def bind(self, target: FrozenTarget) -> None:
+        """Give the parts the target that they run with. Call it once the two are together, before any forward.
+
+        Raises:
+            ValueError: a part runs layers of the target, and this is another one or one of another kind.
+        """
+        self.drafter.bind(target)
+
     # -- training -----------------------------------------------------------------------------------------------------
 
     def block_hidden(
@@ -77,9 +86,15 @@ class DraftModel(PreTrainedModel):
         features: TargetFeatures,
         position_ids: Int[Tensor, "B S"],
         lm: LanguageHead,
+        carried: Carried | None = None,
     ) -> Float[Tensor, "B N K H"]:
-        """Hidden states of every slot; ``embeddings`` are the target's raw rows of ``layout.input_ids``."""
+        """Hidden states of every slot; ``embeddings`` are the target's raw rows of ``layout.input_ids``.
+
+        ``carried`` is of a round before, where the conditioning ``carries``; null: no block has any.
+        """
         context = self.conditioning.prepare(features, position_ids, layout, lm)
+        if carried is not None:
+            context = self.conditioning.carry(context, carried)
         return self.drafter(context.slot_inputs(embeddings.to(self.dtype)), layout.position_ids, context)
 
     def outputs(self, hidden: Float[Tensor, "B N K H"], layout: BlockLayout, lm: LanguageHead) -> HeadOutput:
@@ -106,14 +121,57 @@ class DraftModel(PreTrainedModel):
         keep: Int[Tensor, " B"],
         cache: DraftCache,
         lm: LanguageHead,
+        rejected: Int[Tensor, " B"] | None = None,
     ) -> Float[Tensor, "B K H"]:
         """Take in ``keep[b]`` of ``R`` new context rows, then run the block whose root stands at the cursor.
 
+        ``rejected[b]`` rows behind these are of drafts that were rejected, for a conditioning that ``carries``.
         Works in place on ``cache``. No Python branch depends on a tensor's value, so it compiles to one static graph.
         """
+        assert not self.sequential, "slots of this drafter hold tokens that are drafted in turn: use open_in_turn"
         context = self._extend(features, keep, cache, lm)
+        if rejected is not None:
+            places = (cache.cursor - keep)[:, None] + torch.arange(features.hidden.shape[1], device=self.device)
+            start = keep[:, None]
+            carried = Carried(features, places, start, start + rejected[:, None])
+            context = self.conditioning.carry(context, carried)
         positions = cache.cursor[:, None] + torch.arange(embeddings.shape[1], device=self.device)
         return self.drafter(context.slot_inputs(embeddings[:, None].to(self.dtype)), positions[:, None], context)[:, 0]
+
+    @property
+    def sequential(self) -> bool:
+        """Whether blocks are drafted token by token, by ``open_in_turn``."""
+        return isinstance(self.drafter, SequentialDrafter)
+
+    def open_in_turn(
+        self,
+        roots: Int[Tensor, " B"],
+        num_drafts: int,
+        features: TargetFeatures,
+        keep: Int[Tensor, " B"],
+        cache: DraftCache,
+        lm: LanguageHead,
+    ) -> Scores:
+        """Take in context as ``draft_hidden`` does, then scores whose ``step`` runs the drafter on the tokens it gets.
+
+        The roots' slots are run here. The first look has their law at all of ``num_drafts`` depths.
+        """
+        assert isinstance(self.drafter, SequentialDrafter), "this drafter runs a block at once: use draft_hidden"
+        context = self._extend(features, keep, cache, lm)
+        begun, advance = self.drafter.begin(cache.cursor[:, None].clone(), context)
+
+        def run(state: Any, tokens: Int[Tensor, "B W"], depth: int) -> tuple[Scores, Any]:
+            slots = context.slot_inputs(lm.embed(tokens)[:, None].to(self.dtype))[:, 0]  # lanes, as slots of a block
+            hidden, state = advance(state, slots, depth)
+            return self.head.open(hidden, roots, lm), state
+
+        first, begun = run(begun, roots[:, None], 0)
+
+        def step(state: Any, tokens: Int[Tensor, "B W"], depth: int) -> tuple[Scores, Any]:
+            return run(state, tokens, depth) if depth else (first, state)
+
+        look = first.logits.expand(-1, num_drafts, -1)
+        return Scores(look, first.ids, state=begun, step=step)
 
     def open(self, hidden: Float[Tensor, "B D H"], roots: Int[Tensor, " B"], lm: LanguageHead) -> Scores:
         """What the head thinks of the ``D`` tokens after ``roots``; ``hidden`` are those of the predicting slots."""

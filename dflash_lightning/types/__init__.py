@@ -8,8 +8,9 @@ vocabulary rows, ``D`` head dimension, ``Hq``/``Hkv`` query/key-value heads, ``R
 documents of a row.
 """
 
-from dflash_lightning.types.alignment import LABEL_LAYOUTS, Alignment, LabelLayout
+from dflash_lightning.types.alignment import LABEL_LAYOUTS, Alignment, LabelLayout, SlotInputs
 from dflash_lightning.types.batch import BlockLayout, Document, SlotTotals, StepContext, TrainBatch
+from dflash_lightning.types.carried import Carried
 from dflash_lightning.types.facts import TargetFacts
 from dflash_lightning.types.features import FeatureSpec, TargetFeatures
 from dflash_lightning.types.scores import Scores, gather_lanes
@@ -18,10 +19,12 @@ __all__ = [
     "LABEL_LAYOUTS",
     "Alignment",
     "BlockLayout",
+    "Carried",
     "Document",
     "FeatureSpec",
     "LabelLayout",
     "Scores",
+    "SlotInputs",
     "SlotTotals",
     "StepContext",
     "TargetFacts",
