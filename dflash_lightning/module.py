@@ -41,6 +41,7 @@ from dflash_lightning.training.guard import (
 from dflash_lightning.training.log import StepLog
 from dflash_lightning.training.optim import LengthChange, OptimSettings, gradients, length_change, set_rates
 from dflash_lightning.training.requirements import check_labels, check_signals, check_teacher
+from dflash_lightning.training.rounds import check_rounds, play_round
 from dflash_lightning.types import BlockLayout, FeatureSpec, SlotTotals, StepContext, TargetFeatures, TrainBatch
 
 
@@ -106,6 +107,7 @@ class DraftModule(LightningModule):
         if self.model is None:
             check_signals(self.terms, self.plan.head)
             self.model = self.plan.make(self.target, {} if data is None else data.used_ids())
+        self.model.bind(self.target)
         self._lm: LanguageHead = self.model.head_of(self.target.lm)
         if data is not None:
             self.model.config.chat_template_kwargs = dict(data.chat_template_kwargs)
@@ -140,6 +142,8 @@ class DraftModule(LightningModule):
     def on_fit_start(self) -> None:
         check_trainer(self.trainer, self.draft_model)
         self.target.to(self.device)
+        if self.draft_model.conditioning.carries:
+            check_rounds(self.target, self.draft_model, accumulated=self.trainer.accumulate_grad_batches)
         self._lm = self.draft_model.head_of(self.target.lm)
         self._initial = checksums(self.draft_model)
         self._totals, self._window_samples = None, []
@@ -164,6 +168,8 @@ class DraftModule(LightningModule):
         self.step_log = StepLog()
 
     def training_step(self, batch: TrainBatch, batch_idx: int) -> Float[Tensor, ""]:
+        if self.draft_model.conditioning.carries:
+            batch = play_round(self.draft_model, self.target, batch, self.required(), self._lm)
         out, features = self.outputs(batch)
         if self._metrics_due():
             out.views["main"].plan(Argmax())  # answered in the same pass as the losses
@@ -187,7 +193,7 @@ class DraftModule(LightningModule):
         if features is None:
             features = self.target.features(batch.input_ids, batch.position_ids, self.required(), packed=batch.packed)
         hidden = self.draft_model.block_hidden(
-            self.target.embed(layout.input_ids), layout, features, batch.position_ids, self._lm
+            self.target.embed(layout.input_ids), layout, features, batch.position_ids, self._lm, batch.carried
         )
         return self.draft_model.outputs(hidden, layout, self._lm), features
 

@@ -1,6 +1,7 @@
 """Block axis: where training blocks start, what their slots hold, what is labelled."""
 
 from dflash_lightning.block.anchored import Anchored
+from dflash_lightning.block.at_rows import count_batch, lay_out_at
 from dflash_lightning.block.base import BlockConstructor
 from dflash_lightning.block.check import check_anchored, check_layout
 from dflash_lightning.block.masked import Masked
@@ -12,6 +13,8 @@ __all__ = [
     "Masked",
     "check_anchored",
     "check_layout",
+    "count_batch",
     "count_slots",
+    "lay_out_at",
     "merge_layouts",
 ]

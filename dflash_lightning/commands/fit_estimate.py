@@ -20,6 +20,7 @@ from dflash_lightning.progress import readable_seconds
 from dflash_lightning.recipe import Parts
 from dflash_lightning.target import FrozenTarget
 from dflash_lightning.training.log import memory_gib
+from dflash_lightning.training.rounds import play_round
 from dflash_lightning.types import StepContext, TrainBatch
 
 _MOST = 4  # micro-batches measured, the first of which warms up
@@ -196,6 +197,8 @@ def _time_batch(
     batch.features = target.features(batch.input_ids, batch.position_ids, module.required(), packed=batch.packed)
     middle = _now(batch)
     with parts.trainer.precision_plugin.train_step_context():
+        if module.draft_model.conditioning.carries:
+            batch = play_round(module.draft_model, target, batch, module.required(), module._lm)
         out, features = module.outputs(batch)
         shares = module.loss_shares(batch, out, features, StepContext(0, steps, 0), batch.window_totals)
         loss = torch.stack([coef * share for coef, share in shares.values()]).sum()

@@ -1,10 +1,11 @@
 """How target features enter the drafter."""
 
 from dflash_lightning.conditioning.base import Conditioning
+from dflash_lightning.conditioning.carryover import Carryover
 from dflash_lightning.conditioning.input_fusion import InputFusion
 from dflash_lightning.conditioning.kv_injection import KVInjection
 from dflash_lightning.conditioning.layer_mix import LayerMix
 from dflash_lightning.conditioning.null import NullConditioning
 from dflash_lightning.conditioning.token_fusion import TokenFusion
 
-__all__ = ["Conditioning", "InputFusion", "KVInjection", "LayerMix", "NullConditioning", "TokenFusion"]
+__all__ = ["Carryover", "Conditioning", "InputFusion", "KVInjection", "LayerMix", "NullConditioning", "TokenFusion"]

@@ -14,7 +14,7 @@ from dflash_lightning.component import Component
 from dflash_lightning.draft_config import DraftConfig
 from dflash_lightning.ops.context import ContextState, make_kv_cache
 from dflash_lightning.ops.language_head import LanguageHead
-from dflash_lightning.types import BlockLayout, FeatureSpec, TargetFeatures
+from dflash_lightning.types import BlockLayout, Carried, FeatureSpec, TargetFeatures
 
 
 class Conditioning(Component, nn.Module, ABC, axis=True):
@@ -24,10 +24,14 @@ class Conditioning(Component, nn.Module, ABC, axis=True):
     at once, gradients enabled), ``extend`` serves decoding (a chunk of new rows per round, in place, compiled with
     static shapes: no Python branch on tensor values). Both must give a block the same context: a test holds them
     together. ``provides`` names what its contexts offer beyond ``sources`` and ``slot_inputs``; a drafter may need it.
+    One that ``carries`` also reads the target's states of drafts that the round before rejected. Training then plays
+    such a round for every block but the share ``fresh`` of them (``training.rounds``).
     """
 
     provides: ClassVar[frozenset[str]] = frozenset()
     taps_layers: ClassVar[bool] = True  # whether there is nothing to read without target layers
+    carries: ClassVar[bool] = False
+    fresh: float = 0.0
     target_layer_ids: list[int] | None
 
     @abstractmethod
@@ -72,6 +76,14 @@ class Conditioning(Component, nn.Module, ABC, axis=True):
         A block sees the rows before ``first + keep``, and stands there. What follows is overwritten by the next call.
         ``keep`` may be 0: then the context is that of the call before.
         """
+
+    def carry(self, context: ContextState, carried: Carried) -> ContextState:
+        """``context`` with the states of rejected drafts in sight of the blocks, for this round only.
+
+        Called in training and in decoding, where ``carries`` is true. Nothing of ``carried`` may enter the caches. A
+        block that may read no row of it must be drafted as if there were none, bit for bit.
+        """
+        raise NotImplementedError(f"{type(self).__name__} carries nothing")
 
     def states(self, hidden: Float[Tensor, "B R T Ht"]) -> Float[Tensor, "B R H"]:
         """One context state per position, which every draft layer projects; for generators that keep their own cache.

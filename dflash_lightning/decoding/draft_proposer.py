@@ -64,6 +64,7 @@ class DraftProposer(Proposer):
         self.graphs = GraphCounter()
         self.compiled = compile
         self.weights = _decode_copy(draft, target)
+        self.weights.bind(target)
         self.products: dict[nn.Linear, RowProduct] = {}
         self.model = self._with_row_products() if prepacked else self.weights
         chunk_rows = max(PROMPT_ROWS, draft.config.block_size)  # whatever is written past the cursor at once
@@ -93,6 +94,7 @@ class DraftProposer(Proposer):
             for rows in (PROMPT_ROWS, self.num_drafts + 1)
         )
         self.keep = torch.zeros(self.batch_size, dtype=torch.long, device=device)
+        self.rejected = self.keep.clone() if self.model.conditioning.carries else None
 
     def _with_row_products(self) -> DraftModel:
         """A copy that shares the weights and multiplies by ``RowProduct`` where that can be done."""
@@ -149,12 +151,13 @@ class DraftProposer(Proposer):
     def _make_steps(self) -> None:
         """Two functions of buffers; everything else they read is static too, weights and caches included."""
         model, cache, lm, first_slot = self.model, self.cache, self.lm, self.model.alignment.first_slot
+        rejected = self.rejected
 
         def absorb(rows: TargetFeatures, keep: Tensor) -> None:
             model.extend_cache(rows, keep, cache, lm)
 
         def step(slots: Tensor, rows: TargetFeatures, keep: Tensor) -> Tensor:
-            return model.draft_hidden(slots, rows, keep, cache, lm)[:, first_slot:]
+            return model.draft_hidden(slots, rows, keep, cache, lm, rejected)[:, first_slot:]
 
         self._absorb = self.graphs.compile(absorb) if self.compiled else absorb
         self._step = self.graphs.compile(step) if self.compiled else step
@@ -170,6 +173,7 @@ class DraftProposer(Proposer):
             self._load(self.prompt_rows, chunk, (lengths - begin).clamp(0, PROMPT_ROWS))
             self._absorb(self.prompt_rows, self.keep)
         self.keep.zero_()
+        self._carry(None)
 
     def propose(self, roots: Int[Tensor, " B"], where: Round) -> Scores:
         assert self._step is not None, "warm_up comes before decoding"
@@ -179,6 +183,14 @@ class DraftProposer(Proposer):
 
     def ingest(self, features: TargetFeatures, keep: Int[Tensor, " B"], verdict: Verdict) -> None:
         self._load(self.round_rows, features, keep)
+        self._carry(verdict.rejected)
+
+    def _carry(self, rejected: Int[Tensor, " b"] | None) -> None:
+        """How many rows behind the kept ones the next block may read; none of the rounds before."""
+        if self.rejected is not None:
+            self.rejected.zero_()
+            if rejected is not None:
+                self.rejected[: len(rejected)].copy_(rejected)
 
     def _load(self, rows: TargetFeatures, features: TargetFeatures, keep: Int[Tensor, " b"]) -> None:
         """Put features where the next step reads them. What stands behind ``keep``, or in padding rows, is harmless."""

@@ -65,6 +65,8 @@ def decode_batch(
         outcomes = read_outcomes(draft, verdict)  # the one wait for the device per round
         clock.ends("verify")
         keep = torch.tensor([len(row.tokens) * live for row, live in zip(outcomes, book.live, strict=True)])
+        if verdict.path is None:
+            verdict.rejected = torch.tensor([row.rejected * on for row, on in zip(outcomes, book.live, strict=True)])
         features = parts.target.commit(verdict.path, keep).with_next(keep, roots)
         parts.proposer.ingest(features, keep, verdict)
         lengths = lengths + keep.to(lengths.device)

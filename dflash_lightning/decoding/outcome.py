@@ -19,6 +19,11 @@ class RowOutcome(NamedTuple):
     nodes: int
     offered: int
 
+    @property
+    def rejected(self) -> int:
+        """Live drafts that do not stand."""
+        return self.nodes + 1 - len(self.tokens)
+
 
 def read_outcomes(draft: Draft, verdict: Verdict) -> list[RowOutcome]:
     """The outcome of every row; waits for the device, once."""

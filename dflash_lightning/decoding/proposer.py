@@ -43,8 +43,13 @@ class Proposer(ABC):
         """Take in the first ``keep[b]`` rows of what the target computed at the root and the drafts that stand.
 
         ``keep[b]`` is ``verdict.accepted[b] + 1``, fewer where a stop token or a limit cut the round, and 0 for a row
-        that had ended before it. The rows behind are those of tokens that were not committed. ``features.next_ids`` of
-        the last kept row is the root of the next round.
+        that had ended before it. ``features.next_ids`` of the last kept row is the root of the next round.
+
+        Of a chain, the next ``verdict.rejected[b]`` rows are those of the drafts that were rejected, the first one
+        first: what the target computed there, each after the drafts before it. So they do not know the token that the
+        target wants in place of the first. They may be read until the next ``ingest``. The rows of drafts that a policy
+        cut come behind, and mean nothing, because it depends on the batch whether they are there. Of a tree,
+        ``verdict.rejected`` is null: its nodes off the path are gone.
         """
 
 

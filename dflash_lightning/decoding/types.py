@@ -89,6 +89,7 @@ class Verdict:
     child. A tree states both; for a chain the loop counts ``offered`` itself.
     ``acceptance`` and ``law`` are what chance decided on, where it did: the probability of accepting each draft given
     that the ones before it stand, and the law ``following`` was drawn from. Tests enumerate them; reports average them.
+    ``rejected`` is set by the loop, for chains: how many live drafts do not stand. Null for a tree.
     """
 
     accepted: Int[Tensor, " B"]
@@ -97,6 +98,7 @@ class Verdict:
     offered: Int[Tensor, " B"] | None = None
     acceptance: Float[Tensor, "B D"] | None = None
     law: Law | None = None
+    rejected: Int[Tensor, " B"] | None = None
 
 
 @dataclass

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from dflash_lightning.component import Component
 from dflash_lightning.draft_config import DraftConfig
 from dflash_lightning.ops.context import ContextState
+from dflash_lightning.target import FrozenTarget
 from dflash_lightning.types import SlotInputs, TargetFacts
 
 
@@ -34,6 +35,17 @@ class Drafter(Component, nn.Module, ABC, axis=True):
     @abstractmethod
     def build(self, config: DraftConfig) -> None:
         """Make the weights."""
+
+    def bind(self, target: FrozenTarget) -> None:
+        """Take what this backbone runs of the target itself; called wherever a drafter meets its target.
+
+        Keep it in a plain object and never as a module or parameter, so that it is in no ``state_dict``, gets no
+        optimizer, and is neither moved nor cast with the drafter. A copy of the drafter shares it. It belongs to the
+        target: nothing may change it.
+
+        Raises:
+            ValueError: this is not the target that the drafter was made for, or of a kind that cannot serve.
+        """
 
     @abstractmethod
     def forward(

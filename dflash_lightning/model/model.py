@@ -22,7 +22,8 @@ from dflash_lightning.model.config import check_config
 from dflash_lightning.model.files import file_names, load_draft_weights, without_progress_bars, write_folder
 from dflash_lightning.ops.context import ContextState, DraftCache
 from dflash_lightning.ops.lm_head import LanguageHead
-from dflash_lightning.types import Alignment, BlockLayout, FeatureSpec, Scores, TargetFeatures
+from dflash_lightning.target import FrozenTarget
+from dflash_lightning.types import Alignment, BlockLayout, Carried, FeatureSpec, Scores, TargetFeatures
 
 
 class DraftModel(PreTrainedModel):
@@ -69,6 +70,14 @@ class DraftModel(PreTrainedModel):
             return lm
         return lm.restrict(self.draft_vocab)
 
+    def bind(self, target: FrozenTarget) -> None:
+        """Give the parts the target that they run with. Call it once the two are together, before any forward.
+
+        Raises:
+            ValueError: a part runs layers of the target, and this is another one or one of another kind.
+        """
+        self.drafter.bind(target)
+
     # -- training -----------------------------------------------------------------------------------------------------
 
     def block_hidden(
@@ -78,9 +87,15 @@ class DraftModel(PreTrainedModel):
         features: TargetFeatures,
         position_ids: Int[Tensor, "B S"],
         lm: LanguageHead,
+        carried: Carried | None = None,
     ) -> Float[Tensor, "B N K H"]:
-        """Hidden states of every slot; ``embeddings`` are the target's raw rows of ``layout.input_ids``."""
+        """Hidden states of every slot; ``embeddings`` are the target's raw rows of ``layout.input_ids``.
+
+        ``carried`` is of a round before, where the conditioning ``carries``; null: no block has any.
+        """
         context = self.conditioning.prepare(features, position_ids, layout, lm)
+        if carried is not None:
+            context = self.conditioning.carry(context, carried)
         return self.drafter(context.slot_inputs(embeddings.to(self.dtype)), layout.position_ids, context)
 
     def outputs(self, hidden: Float[Tensor, "B N K H"], layout: BlockLayout, lm: LanguageHead) -> HeadOutput:
@@ -107,13 +122,20 @@ class DraftModel(PreTrainedModel):
         keep: Int[Tensor, " B"],
         cache: DraftCache,
         lm: LanguageHead,
+        rejected: Int[Tensor, " B"] | None = None,
     ) -> Float[Tensor, "B K H"]:
         """Take in ``keep[b]`` of ``R`` new context rows, then run the block whose root stands at the cursor.
 
+        ``rejected[b]`` rows behind these are of drafts that were rejected, for a conditioning that ``carries``.
         Works in place on ``cache``. No Python branch depends on a tensor's value, so it compiles to one static graph.
         """
         assert not self.sequential, "slots of this drafter hold tokens that are drafted in turn: use open_in_turn"
         context = self._extend(features, keep, cache, lm)
+        if rejected is not None:
+            places = (cache.cursor - keep)[:, None] + torch.arange(features.hidden.shape[1], device=self.device)
+            start = keep[:, None]
+            carried = Carried(features, places, start, start + rejected[:, None])
+            context = self.conditioning.carry(context, carried)
         positions = cache.cursor[:, None] + torch.arange(embeddings.shape[1], device=self.device)
         return self.drafter(context.slot_inputs(embeddings[:, None].to(self.dtype)), positions[:, None], context)[:, 0]
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dflash_lightning.block import BlockConstructor
+from dflash_lightning.block import Anchored, BlockConstructor
 from dflash_lightning.conditioning import Conditioning
 from dflash_lightning.draft_config import DraftConfig
 from dflash_lightning.drafter import Drafter
@@ -68,6 +68,13 @@ class DraftPlan:
                 "block.label_layout",
                 f"head {self.head.name!r} cannot be trained with {self.block.label_layout!r} blocks",
                 f"Use one of {list(self.head.label_layouts)}, or another head",
+            )
+        if self.conditioning.carries and type(self.block) is not Anchored:
+            raise SettingError(
+                "block",
+                f"{self.block.name!r} blocks do not say how they go on where a round of decoding has ended, as "
+                f"conditioning {self.conditioning.name!r} needs",
+                "Use block=anchored, or another conditioning",
             )
         origin = self._origin()
         if origin is not None:

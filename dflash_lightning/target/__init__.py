@@ -9,6 +9,7 @@ from dflash_lightning.lazy import lazy_names
 
 if TYPE_CHECKING:
     from dflash_lightning.target.adapter import TargetAdapter
+    from dflash_lightning.target.branches import branch_features, check_branches
     from dflash_lightning.target.facts import check_layer_ids, sample_rows
     from dflash_lightning.target.frozen import FrozenTarget
     from dflash_lightning.target.load import load_target, load_text
@@ -19,6 +20,8 @@ _HOME = {
     "FrozenTarget": "dflash_lightning.target.frozen",
     "TargetAdapter": "dflash_lightning.target.adapter",
     "TargetText": "dflash_lightning.target.text",
+    "branch_features": "dflash_lightning.target.branches",
+    "check_branches": "dflash_lightning.target.branches",
     "check_layer_ids": "dflash_lightning.target.facts",
     "check_mask_token_id": "dflash_lightning.target.mask_token",
     "choose_mask_token_id": "dflash_lightning.target.mask_token",
@@ -31,6 +34,8 @@ __all__ = [
     "FrozenTarget",
     "TargetAdapter",
     "TargetText",
+    "branch_features",
+    "check_branches",
     "check_layer_ids",
     "check_mask_token_id",
     "choose_mask_token_id",

@@ -57,7 +57,7 @@ class FrozenTarget:
         self.anatomy = families.find_anatomy(model, name)
         self.stop_ids = find_stop_ids(model.config, model.generation_config, tokenizer, name=name)
         self.facts = make_facts(model, tokenizer, name=name, revision=revision, stop_ids=self.stop_ids)
-        self._limit = families.length_limit(model.config)
+        self.limit = families.length_limit(model.config)
         self.products = self.dtype  # what its linear layers multiply in; see ``with_products``
         self._trunks: dict[FeatureSpec, Trunk] = {}
 
@@ -193,7 +193,7 @@ class FrozenTarget:
 
     def _check_positions(self, position_ids: Int[Tensor, "B S"]) -> None:
         """Only where one long row would silently change all others, because this may wait for a GPU."""
-        limit = self._limit
+        limit = self.limit
         if limit is not None and position_ids.numel() and (last := int(position_ids.max())) >= limit.positions:
             raise ValueError(
                 f"features: a row reaches position {last}, but {self.facts.name} {limit.reason} beyond "
@@ -204,7 +204,7 @@ class FrozenTarget:
         ids, shape = input_ids, input_ids.shape
         if spec == FeatureSpec():
             return TargetFeatures((), ids.new_empty(*shape, 0, self.facts.hidden_size, dtype=self.dtype), ids=ids)
-        trunk, implementation = self._trunk(spec), self.model.config._attn_implementation
+        trunk, implementation = self.trunk(spec), self.model.config._attn_implementation
         mask = None
         if "flash" in implementation:  # tells documents apart by position_ids, but only within one row
             input_ids, position_ids = input_ids.reshape(1, -1), position_ids.reshape(1, -1)
@@ -213,7 +213,8 @@ class FrozenTarget:
         output, stacked = trunk(input_ids, position_ids=position_ids, attention_mask=mask, use_cache=False)
         return trunk.features(ids, output.reshape(*shape, -1), stacked.reshape(*shape, *stacked.shape[2:]))
 
-    def _trunk(self, spec: FeatureSpec) -> Trunk:
+    def trunk(self, spec: FeatureSpec) -> Trunk:
+        """The decoder up to the last layer that ``spec`` needs, made once."""
         if spec not in self._trunks:
             check_layer_ids(spec.layer_ids, self.facts)
             self._trunks[spec] = Trunk(self.anatomy, spec)

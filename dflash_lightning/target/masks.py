@@ -1,8 +1,9 @@
 """Explicit attention masks in the form that transformers' decoders take instead of making their own.
 
-Needed three times. For packed rows, because some families (GPT-OSS) never look at ``position_ids`` when they make their
+Needed four times. For packed rows, because some families (GPT-OSS) never look at ``position_ids`` when they make their
 mask and leak across documents. For ragged decoding, where the rows of a batch stand at different positions. For token
-trees, where a cache row is no position and siblings must not see each other.
+trees, where a cache row is no position and siblings must not see each other. For branches that continue packed rows at
+many places at once.
 """
 
 from __future__ import annotations
@@ -74,6 +75,36 @@ def tree_mask(
         return positions[:, :, None] - places[:, None, :]
 
     return _arrange(config, visible, distance, positions, dtype)
+
+
+def branch_mask(
+    config: PretrainedConfig,
+    document: Int[Tensor, "B S"],
+    positions: Int[Tensor, "B J"],
+    intervals: tuple[Int[Tensor, "B N"], Int[Tensor, "B N"]],
+    dtype: torch.dtype,
+) -> DecoderMask:
+    """``S`` rows of packed documents and, behind them, ``N`` branches of as many tokens each, ``J`` rows in all.
+
+    The documents are as in ``packed_mask``. Branch ``n`` continues document rows ``start <= j < end``: a token of it
+    sees these, itself and the tokens of its branch before it.
+
+    Args:
+        document: a number per document row, the same for rows of one document.
+        positions: where every row stands in its document, branches included.
+        intervals: start and end of every branch.
+    """
+    (batch, num_rows), num_branches = document.shape, intervals[0].shape[1]
+    rows = torch.arange(positions.shape[1], device=positions.device)
+    own, branch_rows = rows[:num_rows], rows[num_rows:] - num_rows
+    width = max(1, len(branch_rows) // max(1, num_branches))
+    visible = torch.zeros(batch, len(rows), len(rows), dtype=torch.bool, device=positions.device)
+    visible[:, :num_rows, :num_rows] = (document[:, :, None] == document[:, None, :]) & (own[:, None] >= own)
+    start, end = (bound.repeat_interleave(width, dim=1)[..., None] for bound in intervals)
+    visible[:, num_rows:, :num_rows] = (own >= start) & (own < end)
+    branch = branch_rows // width
+    visible[:, num_rows:, num_rows:] = (branch[:, None] == branch) & (branch_rows[:, None] >= branch_rows)
+    return _arrange(config, visible, lambda: positions[:, :, None] - positions[:, None, :], positions, dtype)
 
 
 def _arrange(

@@ -10,6 +10,7 @@ documents of a row.
 
 from dflash_lightning.types.alignment import LABEL_LAYOUTS, Alignment, LabelLayout, SlotInputs
 from dflash_lightning.types.batch import BlockLayout, Document, SlotTotals, StepContext, TrainBatch
+from dflash_lightning.types.carried import Carried
 from dflash_lightning.types.facts import TargetFacts
 from dflash_lightning.types.features import FeatureSpec, TargetFeatures
 from dflash_lightning.types.scores import Scores, gather_lanes
@@ -18,6 +19,7 @@ __all__ = [
     "LABEL_LAYOUTS",
     "Alignment",
     "BlockLayout",
+    "Carried",
     "Document",
     "FeatureSpec",
     "LabelLayout",

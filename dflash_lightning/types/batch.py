@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from dflash_lightning.types.carried import Carried
 from dflash_lightning.types.features import TargetFeatures
 
 
@@ -92,6 +93,7 @@ class TrainBatch:
     ``window_totals`` are this rank's counts over the whole gradient-accumulation window that the micro-batch belongs
     to, and ``window`` numbers that window within the epoch: equal numbers mean equal totals. ``packed`` says whether
     any row holds more than one document, padding included (null: nobody looked), so that no device need be asked.
+    ``carried`` is what the blocks read of a round before, where one was played (``training.rounds``).
     """
 
     input_ids: Int[Tensor, "B S"]
@@ -104,6 +106,7 @@ class TrainBatch:
     window: int
     features: TargetFeatures | None = None
     packed: bool | None = None
+    carried: Carried | None = None
 
 
 @dataclass(frozen=True)

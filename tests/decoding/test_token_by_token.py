@@ -20,7 +20,7 @@ from dflash_lightning.conditioning import KVInjection, TokenFusion
 from dflash_lightning.decoding.builder import BestFirstTree, SampledChain, SampledTree
 from dflash_lightning.decoding.decoder import SpeculativeDecoder
 from dflash_lightning.decoding.law import Law
-from dflash_lightning.decoding.types import Draft
+from dflash_lightning.decoding.types import Draft, Round
 from dflash_lightning.decoding.verifier import BlockVerifier, MatchVerifier, RejectionVerifier
 from dflash_lightning.drafter import CausalTransformer, FeedbackTransformer
 from dflash_lightning.head import MarginalHead
@@ -28,7 +28,7 @@ from dflash_lightning.model import DraftModel, make_draft_config
 from dflash_lightning.ops.lm_head import LanguageHead
 from dflash_lightning.target import FrozenTarget
 from dflash_lightning.testing import toy_target
-from dflash_lightning.types import Scores, TargetFacts, TargetFeatures
+from dflash_lightning.types import Document, Scores, TargetFacts, TargetFeatures
 
 DEPTH, WIDTH, ROWS = 3, 8, 5
 NAMES = ("causal", "feedback")
@@ -154,8 +154,6 @@ def test_the_best_tree_is_the_best_of_all_paths(name: str) -> None:
 
 
 def _round() -> Any:
-    from dflash_lightning.decoding.types import Round
-
     return Round(torch.zeros(1, dtype=torch.long), torch.zeros(1, dtype=torch.long), 0)
 
 
@@ -169,12 +167,11 @@ NEW = 24
 def taught(name: str) -> tuple[FrozenTarget, DraftModel, list[list[int]]]:
     """A drafter that knows what the toy target answers, and these answers."""
     target = toy_target()
-    answers = plainly(target)
+    plain = SpeculativeDecoder(target, None, max_length=64, batch_size=1)
+    answers = [g.output_ids for g in plain.decode(PROMPTS, max_new_tokens=NEW, stop_ids=()).generations]
     draft = build(name, target.facts, mask=31, block_size=4).train()
     optimizer = torch.optim.Adam(draft.parameters(), lr=1e-2)
     block = Anchored(block_size=4, num_anchors=10, label_layout="anchor_first", inputs="tokens")
-    from dflash_lightning.types import Document
-
     batches = []
     for number, (prompt, answer) in enumerate(zip(PROMPTS, answers, strict=True)):
         ids = torch.tensor(prompt + answer)
@@ -182,7 +179,7 @@ def taught(name: str) -> tuple[FrozenTarget, DraftModel, list[list[int]]]:
         positions = torch.arange(len(ids))[None]
         layout = block.blocks(document, draft.alignment, seed=0, epoch=0)
         batches.append((layout, target.features(ids[None], positions, draft.required()), positions))
-    for _ in range(25):
+    for _ in range(20):
         for layout, features, positions in batches:
             hidden = draft.block_hidden(target.embed(layout.input_ids), layout, features, positions, target.lm)
             logits, labels = target.lm.logits(hidden[layout.scored]), layout.labels[layout.scored]
@@ -190,16 +187,6 @@ def taught(name: str) -> tuple[FrozenTarget, DraftModel, list[list[int]]]:
             torch.nn.functional.cross_entropy(logits, labels).backward()
             optimizer.step()
     return target, draft.eval(), answers
-
-
-@cache
-def _plain(target: FrozenTarget) -> list[list[int]]:
-    decoder = SpeculativeDecoder(target, None, max_length=64, batch_size=1)
-    return [g.output_ids for g in decoder.decode(PROMPTS, max_new_tokens=NEW, stop_ids=()).generations]
-
-
-def plainly(target: FrozenTarget) -> list[list[int]]:
-    return _plain(target)
 
 
 @pytest.mark.parametrize("name", NAMES)
