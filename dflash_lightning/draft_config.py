@@ -11,6 +11,10 @@ from transformers import PretrainedConfig
 from dflash_lightning.types import Alignment, LabelLayout
 
 NESTED = "dflash_config"  # where z-lab's files keep what transformers' configs have no name for
+# What names and settings in a drafter's files mean. A change that an earlier version would misread adds 1. Files state
+# the version from 2 on: a file without one has version 1, as every file of another program.
+CONTRACT_VERSION = 1
+_VERSION_FIELD = "contract_version"
 
 
 class DraftConfig(PretrainedConfig):
@@ -90,8 +94,34 @@ class DraftConfig(PretrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """Settings of a file, flat or nested, old or new spelling of RoPE; see ``lift_settings``."""
-        return super().from_dict(lift_settings(config_dict), **kwargs)
+        """Settings of a file, flat or nested, old or new spelling of RoPE; see ``lift_settings``.
+
+        Raises:
+            ValueError: the file has a contract version that is not known here.
+        """
+        settings = lift_settings(config_dict)
+        check_contract(settings)
+        settings.pop(_VERSION_FIELD, None)
+        return super().from_dict(settings, **kwargs)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The settings as plain values, for ``config.json`` and checkpoints."""
+        stated: dict[str, Any] = super().to_dict()
+        return stated if CONTRACT_VERSION == 1 else {**stated, _VERSION_FIELD: CONTRACT_VERSION}
+
+
+def check_contract(settings: Mapping[str, Any], where: str = "The drafter") -> None:
+    """Refuse the settings of a file that a later version of this package wrote.
+
+    Raises:
+        ValueError: ``contract_version`` is higher than the version known here, or no version at all.
+    """
+    version = settings.get(_VERSION_FIELD, 1)
+    if type(version) is not int or not 1 <= version <= CONTRACT_VERSION:
+        raise ValueError(
+            f"{where}: the config states {_VERSION_FIELD}={version!r}, and this dflash_lightning reads versions 1 to "
+            f"{CONTRACT_VERSION}. Upgrade dflash_lightning to the version that wrote the file. Nothing was loaded."
+        )
 
 
 def lift_settings(raw: Mapping[str, Any], where: str = "The drafter") -> dict[str, Any]:

@@ -60,6 +60,7 @@ class RunFolder:
 
     @property
     def recipe(self) -> Path:
+        """The file with the run's recipe."""
         return self.path / RECIPE_FILE
 
     @property
@@ -82,6 +83,7 @@ class RunFolder:
 
     @property
     def finished(self) -> bool:
+        """Whether the fit reached its end."""
         return bool(self.state.get("finished"))
 
     @contextmanager

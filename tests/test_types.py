@@ -83,7 +83,7 @@ def test_rows_of_a_path_are_a_run_of_their_own() -> None:
         assert torch.equal(taken.last_hidden[b], features.last_hidden[b, nodes])
 
 
-def test_every_tensor_of_a_record_goes_through_every_move() -> None:
+def test_l14_every_tensor_of_a_record_goes_through_every_move() -> None:
     """One that is dropped anywhere is missing here."""
     features = _features()
     names = {"hidden", "last_hidden", "ids", "next_ids"}

@@ -77,6 +77,7 @@ class Estimate:
 
     @property
     def seconds(self) -> float:
+        """Wall seconds that the rest of the fit takes, features included."""
         return self.step_seconds * max(self.steps - self.done, 0) + self.feature_seconds
 
     def line(self) -> str:

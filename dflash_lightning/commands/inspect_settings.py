@@ -83,6 +83,7 @@ def _apply_options(cfg: DictConfig, args: argparse.Namespace) -> None:
 
 
 def sets_length(args: argparse.Namespace) -> bool:
+    """Whether the command line says how many tokens a row may have."""
     return args.max_length is not None or any(text.startswith("data.max_length=") for text in args.overrides)
 
 
@@ -96,4 +97,5 @@ def _resolvable(callbacks: Any) -> dict[str, str]:
 
 
 def evaluation_files(args: argparse.Namespace, tree: dict[str, Any]) -> list[str]:
+    """The files of prompts that the recipe's callbacks and ``--eval`` name, each once."""
     return list(dict.fromkeys([*tree["callbacks"].values(), *args.eval]))

@@ -40,10 +40,12 @@ class Method:
 
     @property
     def class_name(self) -> str:
+        """The name of its class: ``my_loss`` becomes ``MyLoss``."""
         return "".join(word.capitalize() for word in self.name.split("_"))
 
     @property
     def module(self) -> str:
+        """The dotted path of the module that its class stands in."""
         parts = ["dflash_lightning", *KINDS[self.kind].split("/")] if self.package is None else self.package.parts
         return ".".join([*parts, self.name])
 

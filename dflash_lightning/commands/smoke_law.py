@@ -30,6 +30,7 @@ class LawTest:
 
     @property
     def passed(self) -> bool:
+        """Whether the counts may well come from the target's law."""
         return self.p_value >= _LEAST
 
 

@@ -90,14 +90,17 @@ class ToyWorld:
 
     @property
     def target(self) -> Path:
+        """The folder of the tiny random target."""
         return self.folder / "target"
 
     @property
     def rows(self) -> Path:
+        """The file of training rows."""
         return self.folder / "rows.jsonl"
 
     @property
     def prompts(self) -> Path:
+        """The file of prompts to decode."""
         return self.folder / "prompts.jsonl"
 
     def prompt_ids(self, target: FrozenTarget, chat_template_kwargs: dict[str, Any]) -> list[list[int]]:

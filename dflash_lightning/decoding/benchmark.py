@@ -37,10 +37,12 @@ class Timing:
 
     @property
     def s_per_token(self) -> float:
+        """Wall seconds per generated token."""
         return self.wall / self.tokens
 
     @property
     def cpu_s_per_token(self) -> float:
+        """CPU seconds per generated token, over all threads."""
         return self.cpu / self.tokens
 
 

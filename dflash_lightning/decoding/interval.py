@@ -26,6 +26,7 @@ class Interval:
         return f"{self.low:.2f} to {self.high:.2f}"
 
     def as_list(self) -> list[float]:
+        """Both ends, for a JSON report."""
         return [self.low, self.high]
 
 

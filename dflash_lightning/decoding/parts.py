@@ -30,14 +30,18 @@ class CachedTarget(Protocol):
     """
 
     @property
-    def trees(self) -> bool: ...
+    def trees(self) -> bool:
+        """Whether it judges trees."""
 
     @property
-    def max_batch(self) -> int | None: ...
+    def max_batch(self) -> int | None:
+        """Sequences that it decodes at once at most; null: any number."""
 
-    def check_trees(self) -> None: ...
+    def check_trees(self) -> None:
+        """Raise a ValueError with the reason where it judges no trees."""
 
-    def prefill(self, prompts: list[list[int]]) -> tuple[Float[Tensor, "B V"], TargetFeatures, Int[Tensor, " B"]]: ...
+    def prefill(self, prompts: list[list[int]]) -> tuple[Float[Tensor, "B V"], TargetFeatures, Int[Tensor, " B"]]:
+        """Take in prompts: the logits after each, the features of all positions [B S], and the lengths."""
 
     def verify(
         self,
@@ -45,9 +49,11 @@ class CachedTarget(Protocol):
         *,
         parents: Int[Tensor, "B N"] | None = None,
         live: Bool[Tensor, "B N"] | None = None,
-    ) -> Float[Tensor, "B N V"]: ...
+    ) -> Float[Tensor, "B N V"]:
+        """The logits after each node of a draft."""
 
-    def commit(self, path: Int[Tensor, "B P"] | None, keep: Int[Tensor, " B"]) -> TargetFeatures: ...
+    def commit(self, path: Int[Tensor, "B P"] | None, keep: Int[Tensor, " B"]) -> TargetFeatures:
+        """Keep the first ``keep[b]`` nodes of the path; the features of its P rows."""
 
 
 @dataclass(frozen=True)

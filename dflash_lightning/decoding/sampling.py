@@ -54,6 +54,7 @@ class SamplingSpec:
 
     @property
     def greedy(self) -> bool:
+        """Whether the likeliest token is taken, without chance."""
         return self.temperature == 0.0
 
 

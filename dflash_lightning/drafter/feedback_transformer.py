@@ -71,9 +71,11 @@ class NormedRows:
     def project(
         self, states: Float[Tensor, "B R H"], positions: Int[Tensor, "B R"]
     ) -> tuple[Float[Tensor, "B R Hkv D"], Float[Tensor, "B R Hkv D"]]:
+        """Keys, rotated to ``positions``, and values of ``states`` after the layer's input norm."""
         return self.layer.self_attn.project(self.layer.input_layernorm(states), positions)
 
     def finish_keys(self, k: Float[Tensor, "B R Hkv D"], positions: Int[Tensor, "B R"]) -> Float[Tensor, "B R Hkv D"]:
+        """``k`` normed and rotated to ``positions``."""
         return self.layer.self_attn.finish_keys(k, positions)
 
 

@@ -61,7 +61,7 @@ class ExportFacts:
         chat_template_kwargs: dict[str, Any],
         trained_length: int | None = None,
     ) -> ExportFacts:
-        """The facts of ``target``; ``draft_vocab`` null for a drafter of the whole vocabulary."""
+        """The facts of ``target``; ``draft_vocab`` [c] null for a drafter of the whole vocabulary."""
         lm = target.lm
         return cls(
             target=target.facts,

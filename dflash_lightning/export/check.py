@@ -54,6 +54,7 @@ class Outcome:
 
     @property
     def passed(self) -> bool:
+        """Whether nothing was found."""
         return not self.faults
 
     @property

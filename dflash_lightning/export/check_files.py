@@ -19,6 +19,7 @@ MISSING = object()
 
 
 def unlike_spellings(exported: Exported) -> Iterator[str]:
+    """Settings that config.json must state under several names, and does not state alike."""
     for group in exported.exporter.spellings:
         found = {path: lookup(exported.raw, path) for path in group}
         for path, value in found.items():
@@ -31,6 +32,7 @@ def unlike_spellings(exported: Exported) -> Iterator[str]:
 
 
 def lookup(tree: Any, path: str) -> Any:
+    """The value at a dotted path; ``MISSING`` where there is none."""
     for key in path.split("."):
         if not isinstance(tree, Mapping) or key not in tree:
             return MISSING
@@ -39,6 +41,7 @@ def lookup(tree: Any, path: str) -> Any:
 
 
 def wrong_dtype(exported: Exported) -> Iterator[str]:
+    """Whether config.json states the dtype that the tensors have."""
     stated = exported.raw.get("dtype")
     floats = {name: value for name, value in exported.tensors.items() if value.is_floating_point()}
     found = sorted({str(value.dtype).removeprefix("torch.") for value in floats.values()})
@@ -77,10 +80,12 @@ def changed_tensors(exported: Exported) -> dict[str, str]:
 
 
 def listed(names: list[str], limit: int = 6) -> str:
+    """The first ``limit`` names, and how many more there are."""
     return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
 def wrong_tensors(weights: Mapping[str, Tensor], conventions: Conventions) -> Iterator[str]:
+    """Tensors that are missing, unknown to the consumer, or of another shape than it expects."""
     expected = conventions.shapes()
     if missing := sorted(expected.keys() - weights.keys()):
         yield f"tensors are missing: {listed(missing)}"

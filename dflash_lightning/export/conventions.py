@@ -62,10 +62,12 @@ class Conventions:
 
     @property
     def num_layers(self) -> int:
+        """Number of draft layers."""
         return len(self.causal)
 
     @property
     def num_drafts(self) -> int:
+        """Tokens that a block drafts."""
         return self.block_size - self.first_slot
 
     def shapes(self) -> dict[str, tuple[int, ...]]:

@@ -27,6 +27,7 @@ class Exported:
 
     @property
     def exporter(self) -> Exporter:
+        """The format that wrote the folder."""
         return FORMATS[self.replay.format]
 
     @classmethod

@@ -53,6 +53,7 @@ class Replay:
     how_to_read: str = HOW_TO_READ
 
     def as_json(self) -> dict[str, Any]:
+        """Plain values, for the file beside the weights."""
         return asdict(self)
 
     @classmethod

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers.utils import cached_file, logging
 
-from dflash_lightning.draft_config import NESTED, DraftConfig
+from dflash_lightning.draft_config import NESTED, DraftConfig, check_contract
 from dflash_lightning.files import CONFIG_FILE
 from dflash_lightning.model.foreign import OURS, ForeignFormat, adopt_settings, explain_tensors, source_of
 from dflash_lightning.model.vocabulary import VOCABULARY_MAPS, take_extras
@@ -83,6 +83,7 @@ def read_object(file: Path, advice: str) -> dict[str, Any]:
 
 
 def _make_config(raw: Mapping[str, Any], folder: str | Path) -> DraftConfig:
+    check_contract(raw, str(folder))
     check_unquantised(raw, str(folder))
     try:
         settings = dict(raw) if source_of(raw) is OURS else adopt_settings(raw, str(folder))

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from dflash_lightning.draft_config import DraftConfig
+from dflash_lightning.draft_config import DraftConfig, check_contract
 from dflash_lightning.files import DRAFT_PLACES, find_draft_place
 from dflash_lightning.model import DraftModel, load_draft
 from dflash_lightning.model.files import read_draft_config
@@ -106,6 +106,7 @@ def _read(file: Path, setting: str, *, mmap: bool = False) -> dict[str, Any]:
     for name in ("draft_config", "state_dict"):
         if not isinstance(checkpoint.get(name), dict):
             raise ValueError(f"{setting}: {file} is damaged: its {name} is absent or no mapping. {DRAFT_PLACES}")
+    check_contract(checkpoint["draft_config"], f"{setting}: {file}")
     return checkpoint
 
 

@@ -57,6 +57,7 @@ class DraftModel(PreTrainedModel):
 
     @property
     def alignment(self) -> Alignment:
+        """How slots and labels line up."""
         return self.config.alignment
 
     def required(self) -> FeatureSpec:

@@ -105,7 +105,7 @@ def check_tensors(state: Mapping[str, Tensor], where: str) -> None:
 
 
 def is_code(name: str, value: Tensor) -> bool:
-    """Whether a tensor holds whole numbers, or floats of 8 bits and less, in place of weights."""
+    """Whether a tensor of any shape holds whole numbers, or floats of 8 bits and less, in place of weights."""
     return name not in IDS and value.dtype not in _FLOATS
 
 

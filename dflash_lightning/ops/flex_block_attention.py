@@ -32,7 +32,7 @@ def flex_block_attention(
     window: int | None,
     scale: float,
 ) -> Float[Tensor, "B N K Hq D"]:
-    """See ``block_attention``; ``keys`` and ``values`` are those of ``sources``, with Hkv heads.
+    """See ``block_attention``; ``keys`` and ``values`` [B S Hkv D] are those of ``sources``.
 
     Columns are the rows of all sources, one source after the other, then the slots of all blocks.
     """
@@ -90,7 +90,10 @@ def make_mask_mod(spans: Sequence[Span]) -> MaskMod:
 
 
 def visible_spans(sources: Sequence[KVSource], q: Tensor, *, causal: bool, window: int | None) -> list[Span]:
-    """The columns each slot sees, as one span per source and one for its own block; ``block_attention``'s rule."""
+    """The columns that each slot of ``q`` [B N K ..] sees: a span [B N*K] per source, and one for its own block.
+
+    The rule is that of ``block_attention``.
+    """
     batch, num_blocks, block_size = q.shape[:3]
     shape = (batch, num_blocks, block_size)
     slots = torch.arange(block_size, device=q.device)

@@ -72,7 +72,7 @@ class LanguageHead:
         return columns, self.ids[columns] == tokens
 
     def cast(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias in ``dtype``, cast once and kept: autocast would cast the whole matrix at every product."""
+        """Weight [c H] and bias [c] in ``dtype``, cast once and kept: autocast would cast at every product."""
         bias = None if self.bias is None else self.bias.detach().to(dtype)
         if dtype == self.weight.dtype:
             return self.weight.detach(), bias

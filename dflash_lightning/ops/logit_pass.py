@@ -46,10 +46,11 @@ class LogitPass:
         return cut(len(self.rows), self.chunk_rows or max(1, chunk_bytes(self.rows.device) // (4 * columns)))
 
     def without_autocast(self) -> torch.autocast:
+        """A context in which products are computed in the dtype of their inputs."""
         return torch.autocast(self.rows.device.type, enabled=False)
 
     def chunk(self, span: slice, per_row: Sequence[Tensor], shared: Sequence[Tensor]) -> Chunk:
-        """The logits of the rows ``span``, of which ``per_row`` holds what they are made of."""
+        """The logits of the rows ``span``. They are made of ``per_row`` [r ..] and of ``shared`` (of any shape)."""
         if self.compose is not None:
             dtype, enabled = self.autocast
             with torch.autocast(self.rows.device.type, dtype=dtype, enabled=enabled):
@@ -62,19 +63,19 @@ class LogitPass:
             return Chunk(self.lm.activate(product.to(self.wide)), self.rows[span], self.lm)
 
     def answers(self, chunk: Chunk) -> list[Tensor]:
-        """The answer of every request, with its ``fill`` where it has none."""
+        """The answer of every request [r *width], with its ``fill`` where it has none."""
         with self.without_autocast():
             return [_fill(request, chunk, request.value(chunk)) for request in self.requests]
 
     def room(self) -> list[Tensor]:
-        """Empty answers for all rows."""
+        """Empty answers for all rows [R *width]."""
         shapes = [(len(self.rows), *request.width) for request in self.requests]
         dtypes = [torch.long if isinstance(request.fill, int) else self.wide for request in self.requests]
         return [self.rows.new_empty(s, dtype=d) for s, d in zip(shapes, dtypes, strict=True)]
 
     @torch.no_grad()
     def values(self, per_row: Sequence[Tensor], shared: Sequence[Tensor]) -> list[Tensor]:
-        """The answers alone."""
+        """The answers alone [R *width], from ``per_row`` [R ..] and ``shared`` (of any shape)."""
         values = self.room()
         for span in self.spans():
             chunk = self.chunk(span, [tensor[span] for tensor in per_row], shared)
@@ -84,7 +85,7 @@ class LogitPass:
 
     @torch.no_grad()
     def values_and_gradients(self, hidden: Float[Tensor, "R H"]) -> tuple[list[Tensor], list[Tensor]]:
-        """The answers, and for every differentiable one its gradient with respect to ``hidden``."""
+        """The answers [R *width], and for every differentiable one its gradient [R H] with respect to ``hidden``."""
         weight, _ = self.lm.cast(self.dtype)
         graded = [request for request in self.requests if request.differentiable]
         values, spans = self.room(), self.spans()
@@ -112,7 +113,10 @@ class LogitPass:
     def gradients(
         self, per_row: Sequence[Tensor], shared: Sequence[Tensor], incoming: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
-        """Gradients of ``per_row``, ``shared`` and ``inputs``, from those of the answers; the chunks are made anew."""
+        """Gradients of ``per_row``, ``shared`` and ``inputs``, each of its tensor's shape; the chunks are made anew.
+
+        ``incoming`` are the gradients of the answers [R *width], null where there is none.
+        """
         live = self._live(incoming)
         to_rows = [torch.zeros_like(tensor) if tensor.requires_grad else None for tensor in per_row]
         common = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in shared]
@@ -169,7 +173,7 @@ def _blank(request: Request, chunk: Chunk, gradient: Float[Tensor, "r H"]) -> No
 
 
 class FrozenAnswers(torch.autograd.Function):
-    """Per-row answers whose gradients were made in the forward pass."""
+    """Answers per row [R *width] whose gradients with respect to ``hidden`` [R H] were made in the forward pass."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, run: LogitPass) -> tuple[Tensor, ...]:
@@ -195,7 +199,7 @@ class FrozenAnswers(torch.autograd.Function):
 
 
 class RecomputedAnswers(torch.autograd.Function):
-    """Per-row answers whose chunks are computed a second time in the backward pass.
+    """Answers per row [R *width] whose chunks are computed a second time in the backward pass.
 
     The arguments are the view's per-row tensors, ``num_rows`` of them, its shared ones and ``run.inputs``.
     """

@@ -25,7 +25,7 @@ _SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # childr
 
 
 def can_pack(weight: Tensor) -> bool:
-    """Whether there is a layout for this weight: on the CPU, float32, or bfloat16 where oneDNN computes that."""
+    """Whether there is a layout for this weight [O I]: on the CPU, float32, or bfloat16 where oneDNN computes that."""
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     if weight.dtype == torch.bfloat16:
@@ -34,7 +34,7 @@ def can_pack(weight: Tensor) -> bool:
 
 
 def packed_product(weight: Float[Tensor, "O I"], bias: Float[Tensor, " O"] | None) -> Callable[[Tensor], Tensor]:
-    """``x @ weight.T + bias`` with the weight laid out now; only for weights that ``can_pack``."""
+    """``x @ weight.T + bias`` for ``x`` [*rows I], with the weight laid out now; only for weights that ``can_pack``."""
     if can_multiply(weight):
         return RowProduct(weight, bias)
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS_HINT)
@@ -59,6 +59,7 @@ class PackedGroup:
         self._parts: tuple[Tensor, ...] = ()
 
     def part(self, x: Float[Tensor, "*rows I"], index: int) -> Float[Tensor, "*rows O"]:
+        """The product of member ``index``. Members are asked in turn with one ``x``; the first call computes all."""
         if index == 0 or x is not self._input:
             self._input, self._parts = x, self.product(x).split(self.sizes, dim=-1)
         part = self._parts[index]

@@ -104,7 +104,7 @@ def _(x: Tensor, panels: Tensor, out_features: int) -> Tensor:
 
 
 def can_multiply(weight: Tensor) -> bool:
-    """Whether ``RowProduct`` takes this weight: float32 on the CPU, and the kernel could be compiled."""
+    """Whether ``RowProduct`` takes this weight [O I]: float32 on the CPU, and the kernel could be compiled."""
     return weight.dtype == torch.float32 and weight.device.type == "cpu" and row_product() is not None
 
 
@@ -131,6 +131,7 @@ class RowProduct(nn.Module):
 
     @torch.no_grad()
     def refresh(self, weight: Float[Tensor, "O I"]) -> None:
+        """Lay out the values of ``weight`` anew, in place."""
         self.panels.copy_(_panels(weight))
 
     def forward(self, x: Float[Tensor, "*rows I"]) -> Float[Tensor, "*rows O"]:

@@ -121,6 +121,7 @@ def _follows_decoding(node: dict[str, Any]) -> bool:
 
 
 def find_recipe(name_or_path: str) -> Path:
+    """The file of a shipped recipe, of a path, or of a run folder."""
     if name_or_path in recipe_names():
         return recipes_folder() / f"{name_or_path}.yaml"
     path = Path(name_or_path).expanduser()

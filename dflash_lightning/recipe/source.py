@@ -38,6 +38,7 @@ class Definition:
 
     @property
     def path(self) -> str:
+        """The dotted path of the class or function."""
         return f"{self.module}.{self.node.name}"
 
 

@@ -24,6 +24,7 @@ class DraftTrial:
 
     @property
     def use_draft(self) -> bool:
+        """Whether drafting gave more tokens per second."""
         return self.drafted_tokens_per_s > self.plain_tokens_per_s
 
     def __str__(self) -> str:

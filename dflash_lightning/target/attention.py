@@ -29,7 +29,10 @@ def grouped_sdpa(
     attention_mask: Tensor | None,
     **kwargs: Any,
 ) -> tuple[Float[Tensor, "B W Hq Dv"], None]:
-    """transformers' sdpa, except that masked grouped heads go to the kernel without being repeated."""
+    """transformers' sdpa, except that masked grouped heads go to the kernel without being repeated.
+
+    ``attention_mask`` [B 1 W J] is added to the logits, or says which keys are seen.
+    """
     if attention_mask is None or query.shape[1] == key.shape[1] or kwargs.get("position_bias") is not None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     output = torch.nn.functional.scaled_dot_product_attention(

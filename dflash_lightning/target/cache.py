@@ -13,7 +13,7 @@ _FIRST_CAPACITY = 256
 
 
 class RowLayer(CacheLayerMixin):
-    """Buffers of one layer; where new rows go is decided once per forward, by the cache it belongs to."""
+    """Buffers [B Hkv rows D] of one layer. Its cache decides once per forward where new rows go."""
 
     is_sliding = False  # all rows are kept and masks do the window, so that any row can be rolled back
 

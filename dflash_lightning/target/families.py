@@ -125,6 +125,7 @@ class Anatomy:
 
     @property
     def layers(self) -> nn.ModuleList:
+        """The decoder layers, in order."""
         found = self.decoder._modules[self.layers_name]
         assert isinstance(found, nn.ModuleList)
         return found

@@ -72,6 +72,7 @@ class FrozenTarget:
 
     @property
     def dtype(self) -> torch.dtype:
+        """The dtype of the target's weights."""
         return self.embedding_weight.dtype
 
     @property

@@ -48,6 +48,7 @@ def cached_folder(file: Path) -> Path:
 
 
 def is_complete(folder: Path) -> bool:
+    """Whether the folder was written to its end."""
     return (folder / _DONE).is_file()
 
 

@@ -22,9 +22,11 @@ PROBE_POSITIONS = 1 + len(_WAY)  # a prompt of one token, and the way
 class TreeJudge(Protocol):
     """What the check asks: ``TargetAdapter`` is one."""
 
-    def prefill(self, prompts: list[list[int]]) -> tuple[Float[Tensor, "B V"], TargetFeatures, Int[Tensor, " B"]]: ...
+    def prefill(self, prompts: list[list[int]]) -> tuple[Float[Tensor, "B V"], TargetFeatures, Int[Tensor, " B"]]:
+        """Take in prompts: the logits after each, the features of all positions [B S], and the lengths."""
 
-    def verify(self, tokens: Int[Tensor, "B N"], *, parents: Int[Tensor, "B N"]) -> Float[Tensor, "B N V"]: ...
+    def verify(self, tokens: Int[Tensor, "B N"], *, parents: Int[Tensor, "B N"]) -> Float[Tensor, "B N V"]:
+        """The logits after each node of a tree."""
 
 
 def tree_error(judge: TreeJudge, target: FrozenTarget) -> float:

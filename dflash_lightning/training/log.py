@@ -74,7 +74,7 @@ class StepLog:
         self._first_slot: Tensor | None = None
 
     def add(self, name: str, value: Tensor) -> None:
-        """Add a micro-batch's share of a figure."""
+        """Add a micro-batch's share of a figure; of any shape, the same at every call."""
         value = value.detach()
         self._sums[name] = self._sums[name] + value if name in self._sums else value
 
@@ -86,7 +86,7 @@ class StepLog:
         self.add("scored", layout.scored.sum((0, 1)).float())
 
     def reduce(self, sum_over_ranks: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-        """The step's sums over all ranks, in one collective; every rank must call this."""
+        """The step's sums over all ranks, flat, in one collective of shape [Q]; every rank must call this."""
         names = sorted(self._sums)
         sizes = [self._sums[name].numel() for name in names]
         vector = sum_over_ranks(torch.cat([self._sums[name].flatten() for name in names]))
@@ -94,7 +94,10 @@ class StepLog:
         return dict(zip(names, vector.split(sizes), strict=True))
 
     def figures(self, reduced: dict[str, Tensor], norm: Tensor, rate: float, first: int) -> dict[str, Tensor | float]:
-        """What is logged of a step: its sums, gradient norm and learning rate; slots predict from ``first`` on."""
+        """What is logged of a step, all of shape []: its sums, gradient norm and learning rate.
+
+        ``reduced`` is what ``reduce`` returned, ``norm`` a scalar; slots predict from ``first`` on.
+        """
         correct, scored = reduced.pop("correct", None), reduced.pop("scored", None)
         self.throughput.add(reduced.pop("tokens").squeeze())
         values = {name: value.squeeze() for name, value in reduced.items()} | {"train/grad_norm": norm}

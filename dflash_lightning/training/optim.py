@@ -109,5 +109,5 @@ def set_rates(schedules: Iterable[Any]) -> None:
 
 
 def gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """The gradients that its next step will use."""
+    """The gradients that its next step will use, each of its parameter's shape."""
     return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]

@@ -80,6 +80,7 @@ class SlotTotals:
 
     @classmethod
     def unpack(cls, vector: Float[Tensor, " Q"]) -> SlotTotals:
+        """The totals from the vector that ``pack`` made, after a sum over ranks."""
         k = (len(vector) - 2) // 2
         return cls(vector[:k], vector[k : 2 * k], vector[2 * k], vector[2 * k + 1])
 

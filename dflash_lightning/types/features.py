@@ -77,7 +77,7 @@ class TargetFeatures:
         return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
 
     def map(self, f: Callable[[Tensor], Tensor]) -> TargetFeatures:
-        """The same record with ``f`` of every tensor that is there."""
+        """The same record with ``f`` of every tensor that is there; their shapes [B S ..] may change together."""
         mapped: dict[str, Any] = {name: f(value) for name, value in self.tensors().items()}
         return TargetFeatures(self.layer_ids, **mapped)
 

@@ -86,7 +86,7 @@ def test_decoding_chunk_by_chunk_drafts_what_training_computes(tiny_target, make
 
 @pytest.mark.parametrize("name", MEMBERS)
 @torch.no_grad()
-def test_the_first_block_after_a_prompt_sees_all_of_it_though_its_call_brings_no_rows(
+def test_l13_the_first_block_after_a_prompt_sees_all_of_it_though_its_call_brings_no_rows(
     tiny_target, make_model, features_of, make_layout, name
 ):
     """The prompt comes in chunks, of which short rows need the first only; the buffers hold an earlier batch's rows."""
@@ -133,7 +133,7 @@ def test_a_decoding_drafts_what_training_computes_on_the_text_that_it_made(
 
 
 @torch.no_grad()
-def test_a_conditioning_cannot_forget_to_move_the_cursor(tiny_target, make_model, features_of, monkeypatch):
+def test_l12_a_conditioning_cannot_forget_to_move_the_cursor(tiny_target, make_model, features_of, monkeypatch):
     """One that does nothing at all in ``extend`` still has its blocks drafted where they stand."""
     model = make_model(NullConditioning())
     cache, seen = model.make_cache(batch_size=3, max_length=30, chunk_rows=6), []

@@ -40,7 +40,7 @@ def test_acceptance_length_of_four_runs() -> None:
     assert stats.survival == pytest.approx([0.75, 0.5, 0.25])
 
 
-def test_a_tree_is_counted_by_depth_and_paid_for_by_node() -> None:
+def test_l7_a_tree_is_counted_by_depth_and_paid_for_by_node() -> None:
     """Trees of eight nodes, three deep: a whole path, a leaf at depth 2, a rejection at depth 2, one at the root.
 
     Counted by nodes, the first round would stand beyond the last slot, and no round would be in the histogram.

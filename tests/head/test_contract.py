@@ -16,7 +16,7 @@ def outputs_only(self: Any, hidden: Any, layout: Any, lm: Any) -> HeadOutput:
     return HeadOutput({})
 
 
-def test_a_head_that_brings_only_its_training_law_cannot_be_made() -> None:
+def test_l2_a_head_that_brings_only_its_training_law_cannot_be_made() -> None:
     """Neither from the contract nor from a head whose decoding it would inherit."""
     for base in (DraftHead, MarginalHead):
         with pytest.raises(TypeError, match=r"Half brings its own 'outputs' and inherits .* Define both"):

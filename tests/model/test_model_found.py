@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from dflash_lightning import draft_config
 from dflash_lightning.cli import main
 from dflash_lightning.commands.drafts import find_draft
 from dflash_lightning.model import files as model_files
 from dflash_lightning.model import save_draft
-from dflash_lightning.model.found import find_weights
+from dflash_lightning.model.found import find_draft_config, find_weights
 
 SMOKE = ["smoke", "target.source=target", "data.max_length=96", "callbacks.speculative_eval.prompts=prompts.jsonl"]
 
@@ -148,3 +149,35 @@ def test_a_name_of_two_words_may_be_a_hub_repository(here, monkeypatch):
         find_draft("no/such")
     with pytest.raises(ValueError, match=r"--draft: there is no runs/such\. Give a run folder"):
         find_draft("runs/such")
+
+
+@pytest.mark.parametrize("version", [2, 0, "2"])
+def test_a_folder_of_an_unknown_contract_version_is_refused_before_its_weights_are_read(
+    here, tmp_path, monkeypatch, version
+):
+    draft = find_draft("runs/a").model
+    save_draft(draft, tmp_path / "now")
+    assert "contract_version" not in (tmp_path / "now" / "config.json").read_text()
+    monkeypatch.setattr(draft_config, "CONTRACT_VERSION", version)
+    save_draft(draft, tmp_path / "later")
+    monkeypatch.undo()
+    monkeypatch.chdir(here)
+    (tmp_path / "later" / "model.safetensors").unlink()
+    fault = rf"later: the config states contract_version={version!r}, .* reads versions 1 to 1\. Upgrade"
+    for find in (find_weights, find_draft_config):
+        with pytest.raises(ValueError, match=fault):
+            find(str(tmp_path / "later"), setting="--draft")
+
+
+def test_a_checkpoint_of_a_later_contract_version_is_refused_wherever_it_is_read(here, tmp_path, monkeypatch):
+    stored = torch.load("runs/a/checkpoints/last.ckpt", weights_only=True)
+    assert "contract_version" not in stored["draft_config"]
+    stored["draft_config"]["contract_version"] = 2
+    torch.save(stored, tmp_path / "later.ckpt")
+    for find in (find_weights, find_draft_config):
+        with pytest.raises(ValueError, match=r"--draft: .*later\.ckpt: the config states contract_version=2, "):
+            find(str(tmp_path / "later.ckpt"), setting="--draft")
+    with pytest.raises(ValueError, match="contract_version=2"):  # by way of a resumed fit
+        draft_config.DraftConfig.from_dict(stored["draft_config"])
+    monkeypatch.setattr(draft_config, "CONTRACT_VERSION", 2)
+    assert find_draft_config(str(tmp_path / "later.ckpt"), setting="--draft").draft_vocab_size == len(ids_of("runs/a"))

@@ -108,7 +108,7 @@ def test_the_target_may_be_another_copy_of_the_model(tiny_target, make_target, m
         start(draft, {"change": ["target"]}, target=wide)
 
 
-def test_settings_of_a_head_are_compared_and_not_ignored(tiny_target, make_draft, start):
+def test_l10_settings_of_a_head_are_compared_and_not_ignored(tiny_target, make_draft, start):
     """Without a word a head of rank 2 would have gone on as it was, whatever the recipe said."""
     draft = start(make_draft(tiny_target), {"parts": ["conditioning", "drafter"]}, head=Scaled(rank=2))
     with pytest.raises(ValueError, match=r"head\.rank is 3 in the recipe, 2 there.*init_from\.change"):

@@ -44,7 +44,7 @@ def with_part(draft: DraftModel, axis: str, name: str) -> DraftModel:
         return DraftModel(draft.config)
 
 
-def test_decoding_follows_the_buffers_of_the_drafter(make_tiny_model, byte_tokenizer, make_draft):
+def test_l3_decoding_follows_the_buffers_of_the_drafter(make_tiny_model, byte_tokenizer, make_draft):
     """A temperature measured after the decoder was made counts from the next refresh on; ids stay whole numbers."""
     target = FrozenTarget(make_tiny_model("llama").to(torch.bfloat16), byte_tokenizer, name="tiny")
     draft = with_part(make_draft(target), "head", Calibrated.name)
@@ -61,7 +61,7 @@ def test_decoding_follows_the_buffers_of_the_drafter(make_tiny_model, byte_token
     assert proposer.weights.head.temperature.dtype == torch.bfloat16, "a product with it would leave the target's dtype"
 
 
-def test_a_conditioning_starts_from_the_target_by_its_own_wish(tiny_target, make_draft):
+def test_l11_a_conditioning_starts_from_the_target_by_its_own_wish(tiny_target, make_draft):
     """The drafter starts at random; in the other parts nothing moves."""
     draft = with_part(make_draft(tiny_target), "conditioning", SelfStarted.name)
     before = {name: value.clone() for name, value in draft.state_dict().items()}

@@ -25,7 +25,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("change", OTHERS)
-def test_a_drafter_of_other_parts_is_neither_an_assistant_nor_exported(tiny_target, make_draft, change):
+def test_l1_a_drafter_of_other_parts_is_neither_an_assistant_nor_exported(tiny_target, make_draft, change):
     """Its drafts would be those of other parts: lossless, bad, and nobody would see why."""
     apply, message = OTHERS[change]
     draft = make_draft(tiny_target)

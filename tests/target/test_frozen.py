@@ -256,7 +256,7 @@ class Codes(nn.Module):
         self.register_buffer("inv_freq", torch.rand(3), persistent=False)
 
 
-def test_two_quantisations_have_two_digests_though_all_parameters_are_equal(make_tiny_model: Callable) -> None:
+def test_l8_two_quantisations_have_two_digests_though_all_parameters_are_equal(make_tiny_model: Callable) -> None:
     plain, digests = FrozenTarget(make_tiny_model("llama"), name="a").facts.digest, []
     for seed in (0, 0, 1):
         model = make_tiny_model("llama")

@@ -86,7 +86,7 @@ def test_prepacked_weights_judge_trees_too(make_target: MakeTarget) -> None:
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "gpt_oss", "chunked"])
 @pytest.mark.parametrize("prompts", [PROMPTS[:1], PROMPTS], ids=["alone", "ragged"])
-def test_a_node_sees_no_other_branch(make_target: MakeTarget, kind: str, prompts: list[list[int]]) -> None:
+def test_l6_a_node_sees_no_other_branch(make_target: MakeTarget, kind: str, prompts: list[list[int]]) -> None:
     """Another token in one node changes the logits of the nodes below it, and no other's."""
     adapter = TargetAdapter(make(make_target, kind), FeatureSpec(), prepacked=False)
     tokens = some_tokens(len(prompts))
@@ -99,7 +99,7 @@ def test_a_node_sees_no_other_branch(make_target: MakeTarget, kind: str, prompts
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "gpt_oss", "chunked"])
-def test_siblings_with_one_token_are_judged_alike(make_target: MakeTarget, kind: str) -> None:
+def test_l6_siblings_with_one_token_are_judged_alike(make_target: MakeTarget, kind: str) -> None:
     """They stand at one position, see the same rows of a window or chunk, and have a row of the cache each."""
     adapter = TargetAdapter(make(make_target, kind), FeatureSpec(), prepacked=False)
     tokens = some_tokens(3)

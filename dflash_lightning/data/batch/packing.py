@@ -67,6 +67,7 @@ class Planner:
 
     @property
     def num_rows(self) -> int:
+        """Rows of an epoch, packed where rows are packed."""
         return len(self.packs) if self.settings.packing else len(self.documents)
 
     @property

@@ -36,6 +36,7 @@ class Storage:
 
     @classmethod
     def of(cls, target: FrozenTarget, spec: FeatureSpec, dtype: torch.dtype) -> Storage:
+        """What is kept of ``spec`` of ``target`` in ``dtype``."""
         return cls(spec, target.facts.hidden_size, dtype, target.dtype)
 
     def room(self, rows: int, positions: int) -> TargetFeatures:
@@ -63,6 +64,7 @@ class FeatureCache(ABC):
 
     @property
     def spec(self) -> FeatureSpec:
+        """The features that are kept."""
         return self.storage.spec
 
     @abstractmethod

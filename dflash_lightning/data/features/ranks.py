@@ -27,6 +27,7 @@ class Ranks:
 
     @classmethod
     def of(cls, trainer: Trainer | None) -> Ranks:
+        """The ranks of ``trainer``; null is a single process."""
         if trainer is None:
             return cls()
         world, local = trainer.world_size, trainer.world_size // trainer.num_nodes

@@ -63,6 +63,7 @@ class Prompt:
     filling: str
 
     def row(self) -> dict[str, object]:
+        """The prompt as a row of the JSONL file."""
         return {"turns": [self.text], "template": self.template, "filling": self.filling}
 
 
@@ -108,6 +109,7 @@ def functions() -> list[dict[str, str]]:
 
 
 def main() -> None:
+    """Write the prompts of every split; the command line says where."""
     parser = argparse.ArgumentParser(description="Write the quickstart's prompts, one JSONL file per split.")
     parser.add_argument("--out", type=Path, required=True, help="folder for one JSONL file per split")
     out: Path = parser.parse_args().out

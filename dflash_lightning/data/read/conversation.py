@@ -39,6 +39,7 @@ class Rendered:
 
     @property
     def text(self) -> str:
+        """The whole conversation as text."""
         return self.turns[-1].full
 
 

@@ -101,6 +101,7 @@ class DocumentMaker:
 
     @property
     def renderer(self) -> ChatRenderer:
+        """The renderer of chats, made when it is first asked for."""
         if self._renderer is None:
             self._renderer = self._make_renderer()
         return self._renderer

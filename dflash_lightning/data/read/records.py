@@ -70,6 +70,7 @@ class Record:
 
     @property
     def where(self) -> str:
+        """File and line, as messages name them."""
         return f"{self.file}:{self.line}"
 
 
@@ -84,6 +85,7 @@ class BadRecord:
 
     @property
     def where(self) -> str:
+        """File and line, as messages name them."""
         return f"{self.file}:{self.line}"
 
 

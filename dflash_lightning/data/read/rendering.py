@@ -53,10 +53,12 @@ class Turn:
 
     @property
     def start(self) -> int:
+        """The character at which the answer begins."""
         return len(self.prompt)
 
     @property
     def supervised(self) -> str:
+        """The characters that are learnt."""
         return self.full[self.start : self.end]
 
     @property

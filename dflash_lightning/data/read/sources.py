@@ -64,6 +64,7 @@ class Source:
 
     @property
     def is_hub(self) -> bool:
+        """Whether it is a data set of the hub."""
         return self.path.startswith(HUB_PREFIX)
 
     def files(self, setting: str = "data.train") -> list[Path]:

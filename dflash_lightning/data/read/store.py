@@ -21,6 +21,7 @@ class MaskedIds:
 
     @classmethod
     def of(cls, ids: Sequence[int], mask: Sequence[int]) -> MaskedIds:
+        """The same as arrays of one entry per token."""
         return cls(np.asarray(ids, dtype=np.int32), np.asarray(mask, dtype=np.bool_))
 
     def __len__(self) -> int:
@@ -63,6 +64,7 @@ class DocumentStore:
 
     @property
     def lengths(self) -> NDArray[np.int64]:
+        """Tokens of every document."""
         return np.diff(self.offsets)
 
     def used_ids(self) -> dict[int, int]:

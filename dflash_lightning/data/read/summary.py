@@ -64,10 +64,12 @@ class DataSummary:
         return cls(**{**tree, "dropped": Counter(tree["dropped"]), "lengths": lengths, "draws": draws})
 
     def to_dict(self) -> dict[str, Any]:
+        """The summary as plain values, for a JSON file."""
         return {**asdict(self), "dropped": dict(self.dropped), "lengths": dict(self.lengths)}
 
     @property
     def num_dropped(self) -> int:
+        """Rows that were dropped, for all reasons together."""
         return sum(self.dropped.values())
 
     @property
@@ -106,6 +108,7 @@ class DataSummary:
         return ", ".join(f"{count} <= {bound}" for bound, count in sorted(self.lengths.items()))
 
     def reasons(self) -> list[str]:
+        """Why rows were dropped, with counts and an example each, the most frequent first."""
         return [f"{count} x {reason} (first: {self.examples[reason]})" for reason, count in self.dropped.most_common()]
 
     def check_bad(self, max_bad_rows: float, rejected: str | None) -> None:

@@ -57,7 +57,10 @@ class BestFirstTree(DraftBuilder):
 
 
 def tree_of_pool(roots: Int[Tensor, " B"], pool: Pool, budget: int, signals: dict[str, Tensor]) -> Draft:
-    """The tree of the ``budget`` best candidates, filled up with dead nodes under the root."""
+    """The tree of the ``budget`` best candidates, filled up with dead nodes under the root.
+
+    ``signals`` [B D] or [B] are handed on.
+    """
     tokens, parents, live = pool.best(budget)
     missing = (0, budget - tokens.shape[1])
     return Draft(
