@@ -20,6 +20,8 @@ from dflash_lightning.conditioning import KVInjection, TokenFusion
 from dflash_lightning.decoding.builder import BestFirstTree, SampledChain, SampledTree
 from dflash_lightning.decoding.decoder import SpeculativeDecoder
 from dflash_lightning.decoding.law import Law
+from dflash_lightning.decoding.noise import Noise
+from dflash_lightning.decoding.sampling import Sampler, SamplingSpec
 from dflash_lightning.decoding.types import Draft, Round
 from dflash_lightning.decoding.verifier import BlockVerifier, MatchVerifier, RejectionVerifier
 from dflash_lightning.drafter import CausalTransformer, FeedbackTransformer
@@ -131,7 +133,7 @@ def test_trees_give_the_law_of_the_target(enumeration: ModuleType, name: str) ->
 @pytest.mark.parametrize("name", NAMES)
 def test_the_best_tree_is_the_best_of_all_paths(name: str) -> None:
     """Against every path, each walked alone."""
-    sampler: Any = None
+    sampler = Sampler(SamplingSpec(), Noise(0))
     draft = BestFirstTree(budget=6).build(torch.zeros(1, dtype=torch.long), scores_of(name)(1), _round(), sampler)
     products: dict[tuple[int, ...], float] = {(): 1.0}
     for length in range(DEPTH):
@@ -160,7 +162,7 @@ def _round() -> Any:
 # -- with a target ----------------------------------------------------------------------------------------------------
 
 PROMPTS = [[3, 9, 1, 4, 1, 5], [2, 7], [11, 0, 6, 6, 2, 8, 8, 12, 3, 5]]
-NEW = 24
+NEW = 16
 
 
 @cache
