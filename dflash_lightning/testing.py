@@ -178,7 +178,7 @@ def check_drafter(drafter: Drafter, conditioning: Conditioning | None = None) ->
 
     Null takes ``KVInjection``, or the first registered conditioning that provides what the drafter needs.
     """
-    able = [KVInjection, *(part for part in Conditioning.registry.values() if issubclass(part, Conditioning))]
+    able: list[Any] = [KVInjection, *Conditioning.registry.values()]
     kind = next(part for part in able if drafter.needs <= part.provides)
     parts: dict[str, Any] = {"conditioning": kind(target_layer_ids=[1, 3]) if conditioning is None else conditioning}
     if drafter.inputs == "tokens":
