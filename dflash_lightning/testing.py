@@ -66,7 +66,7 @@ def toy_module(**parts: Any) -> DraftModule:
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         for parameter in module.draft_model.parameters():
-            parameter += 0.1 * torch.randn_like(parameter)
+            parameter.add_(0.1 * torch.randn_like(parameter))
     return module
 
 
@@ -155,9 +155,15 @@ def check_conditioning(conditioning: Conditioning) -> None:
     _check_parts(conditioning=conditioning)
 
 
-def check_drafter(drafter: Drafter) -> None:
-    """A block has the same hidden states in training and in decoding, before the first round and after one."""
-    _check_parts(drafter=drafter)
+def check_drafter(drafter: Drafter, conditioning: Conditioning | None = None) -> None:
+    """A block has the same hidden states in training and in decoding, before the first round and after one.
+
+    ``conditioning`` is for drafters that need one of a kind; null is ``KVInjection``.
+    """
+    parts: dict[str, Any] = {} if conditioning is None else {"conditioning": conditioning}
+    if drafter.inputs == "tokens":
+        parts["block"] = Anchored(block_size=4, num_anchors=_LENGTH, label_layout="anchor_first", inputs="tokens")
+    _check_parts(drafter=drafter, **parts)
 
 
 def _check_parts(**parts: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from lightning.fabric.utilities import move_data_to_device
 
 from dflash_lightning.types import Alignment, FeatureSpec, LabelLayout, SlotTotals, TargetFeatures
 
@@ -86,7 +87,8 @@ def test_every_tensor_of_a_record_goes_through_every_move() -> None:
     """One that is dropped anywhere is missing here."""
     features = _features()
     names = {"hidden", "last_hidden", "ids", "next_ids"}
-    halves = features.to(torch.float16)
+    halves = features.in_dtype(torch.float16)
+    assert not hasattr(features, "to"), "Lightning moves what has such a method by it, and not tensor by tensor"
     taken = features.take(torch.tensor([[1], [2]]))
     moved = {"map": features.map(torch.clone), "rows": features.rows(1, 3), "take": taken, "to": halves}
     for how, record in moved.items():
@@ -109,3 +111,10 @@ def test_totals_of_parts_add_up_and_survive_the_all_reduce_vector() -> None:
     again = SlotTotals.unpack(total.pack())
     assert total.pack().shape == (8,) and torch.equal(again.pack(), total.pack())
     assert torch.equal((total + SlotTotals.zeros(3)).pack(), total.pack())
+
+
+def test_a_batch_that_lightning_moves_leaves_no_tensor_of_its_features_behind():
+    features = TargetFeatures((1,), torch.zeros(1, 3, 1, 4), torch.zeros(1, 3, 4), torch.arange(3)[None])
+    moved = move_data_to_device({"features": features}, torch.device("meta"))["features"]
+    devices = {name: tensor.device.type for name, tensor in moved.tensors().items()}
+    assert devices == dict.fromkeys(("hidden", "last_hidden", "ids", "next_ids"), "meta")

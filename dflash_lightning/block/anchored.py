@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, get_args
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from dflash_lightning.block.base import BlockConstructor
 from dflash_lightning.block.check import check_anchored
 from dflash_lightning.errors import SettingError
-from dflash_lightning.types import Alignment, BlockLayout, Document, LabelLayout
+from dflash_lightning.types import Alignment, BlockLayout, Document, LabelLayout, SlotInputs
 
 
 class Anchored(BlockConstructor):
@@ -24,6 +24,10 @@ class Anchored(BlockConstructor):
         slots            3 M M M         stand at positions 3 4 5 6, read context 0 1 2
         labels             4 5 6         same_position: slot 0 predicts nothing
                          4 5 6 7         anchor_first: every slot predicts its successor
+
+    With ``inputs="tokens"`` slots hold the true tokens of their places, ``3 4 5 6``, for drafters that are run token by
+    token. Such blocks need ``anchor_first``: a slot must not hold what it predicts. The context stays ``0 1 2`` for all
+    slots, since later features do not exist when the block is drafted. Slots beyond the document's end hold masks.
     """
 
     name: ClassVar[str] = "anchored"
@@ -35,6 +39,7 @@ class Anchored(BlockConstructor):
         num_anchors: int = 512,  # blocks drawn per document and epoch
         mask_token_id: int | None = None,  # embedding row fed to slots to be drafted; null chooses an unused one
         label_layout: LabelLayout = "same_position",  # whether slot i predicts its own position or the next one
+        inputs: SlotInputs = "masks",  # what slots behind the anchor's hold: masks, or the true tokens
     ) -> None:
         if num_anchors < 1:
             raise SettingError(
@@ -46,6 +51,14 @@ class Anchored(BlockConstructor):
         self.num_anchors = num_anchors
         self.mask_token_id = mask_token_id
         self.label_layout = label_layout
+        self.inputs = inputs
+        if inputs not in get_args(SlotInputs):
+            raise ValueError(f"block.inputs: {inputs!r} is unknown. Use one of {list(get_args(SlotInputs))}.")
+        if inputs == "tokens" and label_layout != "anchor_first":
+            raise ValueError(
+                f"block.inputs: tokens, but with label_layout {label_layout!r} a slot would be fed the token that it "
+                "predicts. Set block.label_layout=anchor_first."
+            )
 
     def eligible_anchors(self, loss_mask: Bool[Tensor, " S"]) -> Int[Tensor, " n"]:
         """Supervised positions whose successor is supervised too.
@@ -70,6 +83,10 @@ class Anchored(BlockConstructor):
         eligible = self.eligible_anchors(document.loss_mask)
         anchors = draw_sorted(eligible, self.num_anchors, key=(seed, epoch, document.sample_id))
         layout = _lay_out(document, anchors, alignment, vocabulary)
+        if self.inputs == "tokens":
+            ids, places = document.input_ids, layout.position_ids
+            inside = places < len(ids)
+            layout.input_ids = torch.where(inside, ids[places.clamp(max=len(ids) - 1)], layout.input_ids)
         check_anchored(layout, document.input_ids[None], alignment)
         return layout
 

@@ -8,7 +8,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from dflash_lightning.component import Component
-from dflash_lightning.types import Alignment, BlockLayout, Document, LabelLayout
+from dflash_lightning.types import Alignment, BlockLayout, Document, LabelLayout, SlotInputs
 
 
 class BlockConstructor(Component, ABC, axis=True):
@@ -17,11 +17,15 @@ class BlockConstructor(Component, ABC, axis=True):
     Called in collate, on the CPU, in workers. The result depends on the document's ids and mask and on
     (``seed``, ``epoch``, ``document.sample_id``) only: not on features, batch, rank, worker or resume, so that the same
     document gets the same blocks wherever it lands. ``merge_layouts`` joins documents into rows and batches.
+
+    ``inputs`` says what a drafter trained with these blocks must be fed in decoding: the anchor's token and masks, or
+    every token drafted so far.
     """
 
     block_size: int
     label_layout: LabelLayout
     mask_token_id: int | None
+    inputs: SlotInputs = "masks"
 
     @abstractmethod
     def eligible_anchors(self, loss_mask: Bool[Tensor, " S"]) -> Int[Tensor, " n"]:

@@ -46,11 +46,11 @@ class InputFusion(FusedFeatures):
     def rows(self, features: TargetFeatures, lm: LanguageHead) -> Rows:
         assert features.next_ids is not None, "input fusion reads the token after each row"
         states = self.fuse(features.select(self._layer_ids))
-        return Rows(self._join(lm.embed(features.next_ids), states), boundary=states)
+        return Rows(self.join(lm.embed(features.next_ids), states), boundary=states)
 
     def slot_inputs(self, embeddings: Float[Tensor, "B N K H"], context: ContextState) -> Float[Tensor, "B N K H"]:
-        joined = self._join(embeddings, context.boundary()[:, :, None].expand_as(embeddings))
+        joined = self.join(embeddings, context.boundary()[:, :, None].expand_as(embeddings))
         return joined.to(embeddings.dtype)  # what layers add to is not rounded under autocast
 
-    def _join(self, embeddings: Float[Tensor, "*rows H"], states: Float[Tensor, "*rows H"]) -> Float[Tensor, "*rows H"]:
+    def join(self, embeddings: Float[Tensor, "*rows H"], states: Float[Tensor, "*rows H"]) -> Float[Tensor, "*rows H"]:
         return self.fuse_proj(torch.cat([embeddings.to(states.dtype), states], dim=-1))

@@ -17,6 +17,7 @@ from dflash_lightning.ops.language_head import LanguageHead
 from dflash_lightning.types import BlockLayout, TargetFeatures
 
 BOUNDARY = "boundary"
+JOIN = "join"
 
 
 @dataclass
@@ -51,6 +52,10 @@ class RowConditioning(Conditioning):
     def slot_inputs(self, embeddings: Float[Tensor, "B N K H"], context: ContextState) -> Float[Tensor, "B N K H"]:
         """What the slots are fed; by default the embeddings of their tokens, unchanged."""
         return embeddings
+
+    def join(self, embeddings: Float[Tensor, "*rows H"], states: Float[Tensor, "*rows H"]) -> Float[Tensor, "*rows H"]:
+        """A token's embedding and a feature state as one input; only where ``provides`` says so."""
+        raise NotImplementedError(f"{self.name} joins nothing")
 
     def prepare(
         self, features: TargetFeatures, position_ids: Int[Tensor, "B S"], layout: BlockLayout, lm: LanguageHead
@@ -110,6 +115,9 @@ class TrainingRows(ContextState):
     def slot_inputs(self, embeddings: Float[Tensor, "B N K H"]) -> Float[Tensor, "B N K H"]:
         return self.part.slot_inputs(embeddings, self)
 
+    def join(self, embeddings: Float[Tensor, "B W H"], states: Float[Tensor, "B W C"]) -> Float[Tensor, "B W H"]:
+        return self.part.join(embeddings, states)
+
     def boundary(self) -> Float[Tensor, "B N C"]:
         rows, layout = self.rows.boundary, self.layout
         if rows is None:
@@ -137,6 +145,9 @@ class DecodingRows(ContextState):
 
     def slot_inputs(self, embeddings: Float[Tensor, "B N K H"]) -> Float[Tensor, "B N K H"]:
         return self.part.slot_inputs(embeddings, self)
+
+    def join(self, embeddings: Float[Tensor, "B W H"], states: Float[Tensor, "B W C"]) -> Float[Tensor, "B W H"]:
+        return self.part.join(embeddings, states)
 
     def boundary(self) -> Float[Tensor, "B N C"]:
         return self.cache[BOUNDARY][:, None] if BOUNDARY in self.cache else super().boundary()

@@ -140,9 +140,8 @@ class DraftData(LightningDataModule):
             if getattr(self, name) < 1:
                 raise SettingError(f"data.{name}", f"{getattr(self, name)} is not a count", "Use 1 or more")
         if self.cache_features not in (None, "ram", "disk"):
-            raise SettingError(
-                "data.cache_features", f"{self.cache_features!r} is unknown", "Use 'ram', 'disk' or null"
-            )
+            what = f"{self.cache_features!r} is unknown"
+            raise SettingError("data.cache_features", what, "Use 'ram', 'disk' or null")
         check_products(self.feature_products, kept=self.cache_features is not None)
         if self.features_folder is not None and self.cache_features != "disk":
             raise SettingError(
@@ -295,12 +294,8 @@ class DraftData(LightningDataModule):
         if self.trainer is None:
             return 1
         if any(isinstance(callback, GradientAccumulationScheduler) for callback in self._callbacks):
-            raise SettingError(
-                "trainer.callbacks",
-                "GradientAccumulationScheduler changes the accumulation during the run, which the plan of "
-                "batches cannot follow",
-                "Use a constant trainer.accumulate_grad_batches",
-            )
+            what = "GradientAccumulationScheduler changes the accumulation, which the plan of batches cannot follow"
+            raise SettingError("trainer.callbacks", what, "Use a constant trainer.accumulate_grad_batches")
         return self.trainer.accumulate_grad_batches
 
     @property
@@ -343,7 +338,7 @@ class DraftData(LightningDataModule):
             spec = self._binding()[2]
             batch.features = self.target.features(batch.input_ids, batch.position_ids, spec, packed=batch.packed)
         else:
-            batch.features = batch.features.to(self.target.dtype)
+            batch.features = batch.features.in_dtype(self.target.dtype)
         return batch
 
     @property

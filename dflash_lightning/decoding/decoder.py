@@ -19,6 +19,7 @@ from dflash_lightning.decoding.parts import DecodeParts, check_compatible
 from dflash_lightning.decoding.policy import WidthPolicy
 from dflash_lightning.decoding.proposer import NoDrafts, Proposer
 from dflash_lightning.decoding.sampling import Sampler, SamplingSpec
+from dflash_lightning.decoding.sequential_proposer import SequentialProposer
 from dflash_lightning.decoding.stats import DecodeStats
 from dflash_lightning.decoding.types import Generation
 from dflash_lightning.decoding.verifier import MatchVerifier, Verifier
@@ -95,7 +96,8 @@ class SpeculativeDecoder:
     def _make_proposer(self) -> Proposer:
         if self._draft is None or self._head is None:
             return NoDrafts()
-        return DraftProposer(
+        kind = SequentialProposer if self._draft.sequential else DraftProposer
+        return kind(
             self.target,
             self._draft,
             batch_size=self.batch_size,

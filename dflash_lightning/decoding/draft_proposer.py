@@ -7,6 +7,7 @@ import dataclasses
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from jaxtyping import Int
@@ -70,7 +71,7 @@ class DraftProposer(Proposer):
         self.cache = self.model.make_cache(batch_size=batch_size, max_length=max_length, chunk_rows=chunk_rows)
         self._make_buffers()
         self._absorb: Callable[..., None] | None = None
-        self._step: Callable[..., Tensor] | None = None
+        self._step: Callable[..., Any] | None = None
 
     def required(self) -> FeatureSpec:
         return self.source.required()

@@ -13,7 +13,7 @@ from dflash_lightning.component import Component
 from dflash_lightning.draft_config import DraftConfig
 from dflash_lightning.ops.context import ContextState
 from dflash_lightning.target import FrozenTarget
-from dflash_lightning.types import TargetFacts
+from dflash_lightning.types import SlotInputs, TargetFacts
 
 
 class Drafter(Component, nn.Module, ABC, axis=True):
@@ -21,9 +21,11 @@ class Drafter(Component, nn.Module, ABC, axis=True):
 
     The same ``forward`` serves training (many blocks per row) and decoding (one block per row, context from a cache).
     ``needs`` names what it reads of a context beyond ``sources`` and ``slot_inputs`` (see ``Conditioning.provides``).
+    ``inputs`` names what its slots hold in training (see ``BlockConstructor.inputs``).
     """
 
     needs: ClassVar[frozenset[str]] = frozenset()
+    inputs: ClassVar[SlotInputs] = "masks"
     num_layers: int
 
     @abstractmethod

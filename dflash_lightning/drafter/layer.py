@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from dflash_lightning.draft_config import DraftConfig
 from dflash_lightning.ops.block_attention import block_attention
+from dflash_lightning.ops.chains import Chain, lengthen, visible_sources
 from dflash_lightning.ops.context import ContextState, KVSource
 from dflash_lightning.ops.norm import RMSNorm
 from dflash_lightning.ops.rotary import Rotation, check_rope, make_rotation, rotate
@@ -88,6 +89,31 @@ class BlockSelfAttention(nn.Module):
         )
         return self.o_proj(out.flatten(-2))
 
+    def step(
+        self,
+        x: Float[Tensor, "B W H"],
+        rotation: Rotation,
+        sources: list[KVSource],
+        chain: Chain | None,
+        *,
+        dense: bool,
+    ) -> tuple[Float[Tensor, "B W H"], Chain]:
+        """The next slot of ``W`` chains: what ``forward`` gives a causal block at that slot; see ``ops.chains``."""
+        q = self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim))
+        q = rotate(self.q_norm(q), rotation)
+        k, v = self.keys_and_values(x, rotation)
+        out = block_attention(
+            q[:, :, None],
+            k[:, :, None],
+            v[:, :, None],
+            visible_sources(sources, chain, x.shape[1]),
+            causal=True,
+            window=self.pattern.window,
+            scale=self.head_dim**-0.5,
+            dense=dense,
+        )
+        return self.o_proj(out[:, :, 0].flatten(-2)), lengthen(chain, k, v)
+
 
 class SwiGLU(nn.Module):
     """``down(act(gate(x)) * up(x))``."""
@@ -121,6 +147,20 @@ class DraftLayer(nn.Module):
         sources = context.sources(self.index, self.self_attn)
         x = x + self.self_attn(self.input_layernorm(x), rotation, sources)
         return x + self.mlp(self.post_attention_layernorm(x))
+
+    def step(
+        self,
+        x: Float[Tensor, "B W H"],
+        rotation: Rotation,
+        sources: list[KVSource],
+        chain: Chain | None,
+        *,
+        dense: bool,
+    ) -> tuple[Float[Tensor, "B W H"], Chain]:
+        """The next slot of ``W`` chains per row, and the chains with it."""
+        out, chain = self.self_attn.step(self.input_layernorm(x), rotation, sources, chain, dense=dense)
+        x = x + out
+        return x + self.mlp(self.post_attention_layernorm(x)), chain
 
     @torch.no_grad()
     def initialise(self, *, std: float, qk_norm_gain: float) -> None:

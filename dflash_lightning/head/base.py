@@ -25,10 +25,13 @@ class DraftHead(Component, nn.Module, ABC, axis=True):
     to be.
 
     ``label_layouts`` are the layouts it can be trained with; ``signals`` the names of the signals it offers.
+    ``per_slot`` says that the law of a slot is a function of its own hidden state alone. Such a head can be asked for
+    one slot at a time, which a drafter that runs token by token needs.
     """
 
     label_layouts: ClassVar[tuple[LabelLayout, ...]] = LABEL_LAYOUTS
     signals: tuple[str, ...] = ()
+    per_slot: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -17,6 +17,7 @@ class MarginalHead(DraftHead):
     """The target's own language head on the drafter's hidden states; no weights (DFlash, arXiv 2602.06036 sec. 4.1)."""
 
     name: ClassVar[str] = "marginal"
+    per_slot: ClassVar[bool] = True
 
     def __init__(self) -> None:
         super().__init__()

@@ -8,7 +8,7 @@ from dflash_lightning.block.base import BlockConstructor
 from dflash_lightning.component import Component
 from dflash_lightning.conditioning import Conditioning
 from dflash_lightning.draft_config import NESTED, DraftConfig
-from dflash_lightning.drafter import Drafter
+from dflash_lightning.drafter import Drafter, SequentialDrafter
 from dflash_lightning.errors import SettingError
 from dflash_lightning.head import DraftHead
 from dflash_lightning.ops.rotary import check_rope
@@ -40,7 +40,7 @@ def make_draft_config(
         ValueError: a setting that does not fit this target, or parts that do not go together; the message says which,
             and what to do.
     """
-    check_parts(conditioning, drafter)
+    check_parts(block, conditioning, drafter, head)
     ids = conditioning.target_layer_ids
     if ids is None:
         ids = conditioning.default_layer_ids(facts.num_layers)
@@ -64,12 +64,14 @@ def make_draft_config(
     return config
 
 
-def check_parts(conditioning: Conditioning, drafter: Drafter) -> None:
-    """Refuse a drafter whose conditioning does not offer what it reads.
+def check_parts(block: BlockConstructor, conditioning: Conditioning, drafter: Drafter, head: DraftHead) -> None:
+    """Refuse parts that would train and draft badly together.
 
     Raises:
-        ValueError: names what is missing, and the conditionings that offer it.
+        ValueError: the conditioning does not offer what the drafter reads, slots hold something else in training than
+            in decoding, or the head wants a whole block of a drafter that runs slot by slot.
     """
+    _check_slots(block, drafter, head)
     missing = drafter.needs - conditioning.provides
     if missing:
         able = sorted(name for name, part in Conditioning.registry.items() if drafter.needs <= _provided(part))
@@ -78,6 +80,25 @@ def check_parts(conditioning: Conditioning, drafter: Drafter) -> None:
             "conditioning",
             f"drafter {drafter.name!r} reads {sorted(missing)}, which {conditioning.name!r} does not provide",
             do=f"{advice}",
+        )
+
+
+def _check_slots(block: BlockConstructor, drafter: Drafter, head: DraftHead) -> None:
+    if block.inputs != drafter.inputs:
+        held = {"masks": "the root's token and masks", "tokens": "every token drafted so far"}
+        advice = {
+            "masks": "Set block.inputs=masks, or use a drafter that runs token by token",
+            "tokens": "Use block=anchored block.inputs=tokens block.label_layout=anchor_first, or another drafter",
+        }
+        raise ValueError(
+            f"block.inputs: slots hold {block.inputs} in training, but in decoding drafter {drafter.name!r} is fed "
+            f"{held[drafter.inputs]}. {advice[drafter.inputs]}."
+        )
+    if isinstance(drafter, SequentialDrafter) and not head.per_slot:
+        able = sorted(name for name, part in DraftHead.registry.items() if getattr(part, "per_slot", False))
+        raise ValueError(
+            f"head: drafter {drafter.name!r} runs a block slot by slot, and head {head.name!r} reads more than one "
+            f"slot's hidden state. Use one of {able}, or a drafter that runs a block at once."
         )
 
 

@@ -15,7 +15,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from dflash_lightning.conditioning import Conditioning
 from dflash_lightning.draft_config import DraftConfig
-from dflash_lightning.drafter import Drafter
+from dflash_lightning.drafter import Drafter, SequentialDrafter
 from dflash_lightning.head import DraftHead, HeadOutput
 from dflash_lightning.model.assistant import AssistantContext, check_assistant, visible_context_rows
 from dflash_lightning.model.config import check_config
@@ -128,6 +128,7 @@ class DraftModel(PreTrainedModel):
         ``rejected[b]`` rows behind these are of drafts that were rejected, for a conditioning that ``carries``.
         Works in place on ``cache``. No Python branch depends on a tensor's value, so it compiles to one static graph.
         """
+        assert not self.sequential, "slots of this drafter hold tokens that are drafted in turn: use open_in_turn"
         context = self._extend(features, keep, cache, lm)
         if rejected is not None:
             places = (cache.cursor - keep)[:, None] + torch.arange(features.hidden.shape[1], device=self.device)
@@ -136,6 +137,41 @@ class DraftModel(PreTrainedModel):
             context = self.conditioning.carry(context, carried)
         positions = cache.cursor[:, None] + torch.arange(embeddings.shape[1], device=self.device)
         return self.drafter(context.slot_inputs(embeddings[:, None].to(self.dtype)), positions[:, None], context)[:, 0]
+
+    @property
+    def sequential(self) -> bool:
+        """Whether blocks are drafted token by token, by ``open_in_turn``."""
+        return isinstance(self.drafter, SequentialDrafter)
+
+    def open_in_turn(
+        self,
+        roots: Int[Tensor, " B"],
+        num_drafts: int,
+        features: TargetFeatures,
+        keep: Int[Tensor, " B"],
+        cache: DraftCache,
+        lm: LanguageHead,
+    ) -> Scores:
+        """Take in context as ``draft_hidden`` does, then scores whose ``step`` runs the drafter on the tokens it gets.
+
+        The roots' slots are run here. The first look has their law at all of ``num_drafts`` depths.
+        """
+        assert isinstance(self.drafter, SequentialDrafter), "this drafter runs a block at once: use draft_hidden"
+        context = self._extend(features, keep, cache, lm)
+        begun, advance = self.drafter.begin(cache.cursor[:, None].clone(), context)
+
+        def run(state: Any, tokens: Int[Tensor, "B W"], depth: int) -> tuple[Scores, Any]:
+            slots = context.slot_inputs(lm.embed(tokens)[:, None].to(self.dtype))[:, 0]  # lanes, as slots of a block
+            hidden, state = advance(state, slots, depth)
+            return self.head.open(hidden, roots, lm), state
+
+        first, begun = run(begun, roots[:, None], 0)
+
+        def step(state: Any, tokens: Int[Tensor, "B W"], depth: int) -> tuple[Scores, Any]:
+            return run(state, tokens, depth) if depth else (first, state)
+
+        look = first.logits.expand(-1, num_drafts, -1)
+        return Scores(look, first.ids, state=begun, step=step)
 
     def open(self, hidden: Float[Tensor, "B D H"], roots: Int[Tensor, " B"], lm: LanguageHead) -> Scores:
         """What the head thinks of the ``D`` tokens after ``roots``; ``hidden`` are those of the predicting slots."""

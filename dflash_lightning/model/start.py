@@ -58,10 +58,11 @@ class DraftPlan:
         """Refuse parts that do not go together, whatever the target is.
 
         Raises:
-            ValueError: the drafter reads what the conditioning does not offer, the head cannot learn the labels of
-                these blocks, or ``init_from.change`` names no setting.
+            ValueError: the drafter reads what the conditioning does not offer, or is fed otherwise in decoding than
+                by these blocks; the head does not suit the drafter, or cannot learn the labels of these blocks; or
+                ``init_from.change`` names no setting.
         """
-        check_parts(self.conditioning, self.drafter)
+        check_parts(self.block, self.conditioning, self.drafter, self.head)
         if self.block.label_layout not in self.head.label_layouts:
             raise SettingError(
                 "block.label_layout",

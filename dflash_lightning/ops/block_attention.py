@@ -38,6 +38,7 @@ def block_attention(
     causal: bool,
     window: int | None,
     scale: float,
+    dense: bool = False,
 ) -> Float[Tensor, "B N K Hq D"]:
     """Attention output of every slot over all ``sources`` and its own block; softmax in fp32.
 
@@ -46,6 +47,7 @@ def block_attention(
     ``|i - j| < W``. Sources may have Hkv or Hq heads. One block per row (decoding) is plain masked attention over the
     whole context buffer, without a Python branch on tensor values, so that it compiles to one static graph; many blocks
     go through ``flex_attention`` on CUDA and through the chunked path below elsewhere (flex has no CPU backward).
+    ``dense`` takes the first way for any number of blocks: for a few short ones, as the lanes of a draft are.
     """
     num_blocks, block_size = q.shape[1:3]
     own = own_visible(block_size, causal=causal, window=window, device=q.device)
@@ -53,7 +55,7 @@ def block_attention(
     k_own, v_own = _with_heads(k_own, heads), _with_heads(v_own, heads)
     keys = [_with_heads(source.k, heads).to(q.dtype) for source in sources]
     values = [_with_heads(source.v, heads).to(q.dtype) for source in sources]
-    if num_blocks == 1:
+    if num_blocks == 1 or dense:
         seen = [
             context_visible(
                 torch.arange(source.k.shape[1], device=q.device),

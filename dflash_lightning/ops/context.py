@@ -64,6 +64,13 @@ class ContextState(ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} keeps no boundary")
 
+    def join(self, embeddings: Float[Tensor, "B W H"], states: Float[Tensor, "B W C"]) -> Float[Tensor, "B W H"]:
+        """A token's embedding and a feature state made into one input, as in the context's own rows.
+
+        Only for drafters whose ``needs`` name it: a conditioning without ``"join"`` in ``provides`` has none.
+        """
+        raise NotImplementedError(f"{type(self).__name__} joins nothing")
+
 
 @dataclass
 class DraftCache:

@@ -34,10 +34,9 @@ class LogitPass:
     chunk_rows: int | None
 
     def __post_init__(self) -> None:
-        device, weight = self.rows.device.type, self.lm.weight.dtype
+        device = self.rows.device.type
         self.autocast = (torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
-        # What the product is made in: autocast's dtype where it is on (it leaves float64 alone), else the weight's.
-        self.dtype = self.autocast[0] if self.autocast[1] and weight != torch.float64 else weight
+        self.dtype = self.lm.product_dtype(device)
         self.wide = torch.promote_types(torch.float32, self.dtype)
         self.inputs = tuple(dict.fromkeys(tensor for request in self.requests for tensor in request.inputs))
 

@@ -8,8 +8,8 @@ from difflib import get_close_matches
 
 from dflash_lightning.errors import SettingError
 
-# Settings without a group that a message may name.
-_TOP_LEVEL = ("init_from", "draft_vocabulary", "seed", "loss")
+# Settings without a group, and whole groups, that a message may name.
+_TOP_LEVEL = ("init_from", "draft_vocabulary", "seed", "loss", "block", "conditioning", "drafter", "head")
 _NO_ADVICE = "Change it"
 
 

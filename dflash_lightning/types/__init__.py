@@ -8,7 +8,7 @@ vocabulary rows, ``D`` head dimension, ``Hq``/``Hkv`` query/key-value heads, ``R
 documents of a row.
 """
 
-from dflash_lightning.types.alignment import LABEL_LAYOUTS, Alignment, LabelLayout
+from dflash_lightning.types.alignment import LABEL_LAYOUTS, Alignment, LabelLayout, SlotInputs
 from dflash_lightning.types.batch import BlockLayout, Document, SlotTotals, StepContext, TrainBatch
 from dflash_lightning.types.carried import Carried
 from dflash_lightning.types.facts import TargetFacts
@@ -24,6 +24,7 @@ __all__ = [
     "FeatureSpec",
     "LabelLayout",
     "Scores",
+    "SlotInputs",
     "SlotTotals",
     "StepContext",
     "TargetFacts",

@@ -8,6 +8,8 @@ from typing import Literal
 from dflash_lightning.errors import SettingError
 
 LabelLayout = Literal["same_position", "anchor_first"]
+# What slots behind the anchor's hold in training: mask tokens to be replaced, or the true tokens of their places.
+SlotInputs = Literal["masks", "tokens"]
 LABEL_LAYOUTS: tuple[LabelLayout, ...] = ("same_position", "anchor_first")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -74,16 +74,18 @@ class TargetFeatures:
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor that is there, by the name of its field; all of them begin with dimensions B and S."""
-        found = {f.name: getattr(self, f.name) for f in fields(self)}
-        return {name: value for name, value in found.items() if isinstance(value, Tensor)}
+        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
 
     def map(self, f: Callable[[Tensor], Tensor]) -> TargetFeatures:
         """The same record with ``f`` of every tensor that is there."""
         mapped: dict[str, Any] = {name: f(value) for name, value in self.tensors().items()}
-        return replace(self, **mapped)
+        return TargetFeatures(self.layer_ids, **mapped)
 
-    def to(self, dtype: torch.dtype) -> TargetFeatures:
-        """The same record with every state in ``dtype``; tokens stay whole numbers."""
+    def in_dtype(self, dtype: torch.dtype) -> TargetFeatures:
+        """The same record with every state in ``dtype``; tokens stay whole numbers.
+
+        Not called ``to``: Lightning would call it to move a batch to its device, and leave the tokens behind.
+        """
         return self.map(lambda x: x.to(dtype) if x.is_floating_point() else x)
 
     def rows(self, start: int, stop: int) -> TargetFeatures:

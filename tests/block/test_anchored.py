@@ -209,7 +209,7 @@ def test_a_layout_is_refused_under_the_other_label_layout() -> None:
 
 
 def test_settings_make_an_equal_component() -> None:
-    block = Anchored(block_size=8, num_anchors=64, mask_token_id=5, label_layout="anchor_first")
+    block = Anchored(block_size=8, num_anchors=64, mask_token_id=5, label_layout="anchor_first", inputs="tokens")
     again = Anchored.from_settings("anchored", block.settings())
     assert isinstance(again, Anchored) and again.settings() == block.settings()
     assert block.settings() == {
@@ -217,7 +217,39 @@ def test_settings_make_an_equal_component() -> None:
         "num_anchors": 64,
         "mask_token_id": 5,
         "label_layout": "anchor_first",
+        "inputs": "tokens",
     }
+
+
+def test_slots_may_hold_the_true_tokens_and_nothing_else_changes() -> None:
+    """Slots beyond the document's end hold masks; labels, context and positions are those of masked blocks."""
+    document = make_document([0, 1, 1, 1, 1, 1])
+    alignment = Alignment(4, MASK, "anchor_first")
+    masked, true = (
+        Anchored(block_size=4, label_layout="anchor_first", inputs=inputs).blocks(document, alignment, seed=0, epoch=0)
+        for inputs in ("masks", "tokens")
+    )
+    ids = document.input_ids.tolist()
+    assert true.anchors.tolist() == [[1, 2, 3, 4]]
+    assert true.input_ids[0].tolist() == [[*ids, MASK, MASK, MASK][a : a + 4] for a in (1, 2, 3, 4)]
+    differing = [name for name, value in vars(masked).items() if not _equal(value, getattr(true, name))]
+    assert differing == ["input_ids"]
+
+
+def _equal(one: object, other: object) -> bool:
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"inputs": "words"}, r"block.inputs: 'words' is unknown. Use one of \['masks', 'tokens'\]"),
+        ({"inputs": "tokens"}, "block.inputs: tokens.*Set block.label_layout=anchor_first"),
+    ],
+)
+def test_slots_that_would_hold_their_own_label_are_refused(settings: dict[str, str], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Anchored(**settings)
 
 
 def test_zero_anchors_are_refused_with_what_to_do() -> None:

@@ -111,7 +111,7 @@ def test_a_decoding_drafts_what_training_computes_on_the_text_that_it_made(
 ):
     """Through prefill, loop and buffers, ragged: the token after the last row is the root that the loop has chosen."""
     model, prompts = make_model(MEMBERS[name]()), [[5, 9, 3, 200, 17], [44], [(37 * i) % 250 for i in range(70)]]
-    settings = DecodingSettings(max_new_tokens=12, batch_size=3, compile=False, packed=False)
+    settings = DecodingSettings(max_new_tokens=12, batch_size=3, compile=False, prepacked=False)
     decoder = settings.make_decoder(tiny_target, model, longest_prompt=70)
     proposer, drafted = decoder.parts.proposer, []
     step = proposer.propose

@@ -271,7 +271,7 @@ def test_cached_features_equal_those_on_the_fly_and_ignore_the_batch(
         assert not features.hidden[~real].any()
     epoch_of(again)
     assert cached._cache is not None and again._cache is not None
-    assert torch.equal(cached._cache.hidden, again._cache.hidden)
+    assert torch.equal(cached._cache.features.hidden, again._cache.features.hidden)
 
 
 def test_cache_may_be_kept_in_bfloat16(
@@ -279,7 +279,7 @@ def test_cache_may_be_kept_in_bfloat16(
 ) -> None:
     data = make_data(tiny_target, chats, cache_features="ram", cache_dtype="bfloat16")
     batch = data.on_after_batch_transfer(data.on_before_batch_transfer(epoch_of(data)[0], 0), 0)
-    assert data._cache is not None and data._cache.hidden.dtype == torch.bfloat16
+    assert data._cache is not None and data._cache.features.hidden.dtype == torch.bfloat16
     assert batch.features is not None and batch.features.hidden.dtype == torch.float32
     assert "MiB of memory" in capsys.readouterr().out
 

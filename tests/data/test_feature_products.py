@@ -38,12 +38,12 @@ def test_features_differ_by_rounding_alone(
     plain = RamFeatures(store, tiny_target, SPEC, row_tokens=16, dtype=torch.float32)
     other = with_products(tiny_target, products)
     found = RamFeatures(store, other, SPEC, row_tokens=16, dtype=torch.float32)
-    scale = plain.hidden.abs().max()
-    difference = float((found.hidden - plain.hidden).abs().max() / scale)
+    scale = plain.features.hidden.abs().max()
+    difference = float((found.features.hidden - plain.features.hidden).abs().max() / scale)
     assert difference <= error and (difference > 1e-4) is (products == "bfloat16")
     # The target itself is as it was, and files of different products are never taken for each other.
     again = RamFeatures(store, tiny_target, SPEC, row_tokens=16, dtype=torch.float32)
-    assert torch.equal(again.hidden, plain.hidden)
+    assert torch.equal(again.features.hidden, plain.features.hidden)
     assert other.facts is tiny_target.facts and other.dtype == tiny_target.dtype
     assert (key(store, other) == key(store, tiny_target)) is (products == "float32")
 

@@ -220,6 +220,23 @@ def test_cast_weights_follow_the_weight() -> None:
     assert torch.equal(head.cast(torch.bfloat16)[0], head.weight.bfloat16())
 
 
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_autocast_casts_the_whole_weight_once_and_means_the_same_in_a_view_with_compose(recomputed: bool) -> None:
+    """Logits of a composed view are made by ``LanguageHead.logits``, chunk after chunk, forward and backward."""
+    hidden, labels, rows = make_slots(torch.float32)
+    head = make_head(dtype=torch.float32, softcap=3.0)
+    with torch.autocast("cpu", torch.bfloat16):
+        view = View.of(hidden, rows, head, 2)
+        view.compose = head.logits if recomputed else None
+        (log_prob,) = view.ask(LabelLogProb(labels))
+        kept = head.cast(torch.bfloat16)[0]
+        (plain,) = View.of(hidden, rows, head).ask(LabelLogProb(labels))
+    gradients = [torch.autograd.grad(answer.sum(), hidden)[0] for answer in (log_prob, plain)]
+    assert torch.allclose(log_prob, plain, rtol=0, atol=0.02 if recomputed else 1e-6)  # capped in bf16, or in fp32
+    assert (gradients[0] - gradients[1]).abs().max() < 0.1 < gradients[1].abs().max()
+    assert head.cast(torch.bfloat16)[0] is kept and len(head._casts) == 1
+
+
 class LargestTensor(TorchDispatchMode):
     """Records the largest tensor that any operation returns."""
 

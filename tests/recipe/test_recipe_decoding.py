@@ -29,11 +29,11 @@ def parsed(*words: str) -> argparse.Namespace:
 
 def test_settings_of_decoding_may_stand_anywhere_behind_the_command() -> None:
     """Also behind options that take several words, which would swallow them."""
+    tree, budget, size = "decoding=tree", "decoding.builder.budget=5", ["--max-new-tokens", "7"]
     for words in (
-        [*EVALUATE, "decoding=tree", "decoding.builder.budget=5", "--max-new-tokens", "7"],
-        ["evaluate", "--draft", "a", "decoding=tree", "b", "--prompts", "x.jsonl", "decoding.builder.budget=5"]
-        + ["--max-new-tokens", "7"],
-        ["evaluate", "decoding=tree", "decoding.builder.budget=5", *EVALUATE[1:], "--max-new-tokens", "7"],
+        [*EVALUATE, tree, budget, *size],
+        ["evaluate", "--draft", "a", tree, "b", "--prompts", "x.jsonl", budget, *size],
+        ["evaluate", tree, budget, *EVALUATE[1:], *size],
     ):
         args = parsed(*words)
         assert (args.draft, args.prompts) == (["a", "b"], ["x.jsonl"])

@@ -18,7 +18,10 @@ from dflash_lightning.recipe.folders import group_options, recipe_names, recipes
 from dflash_lightning.recipe.hints import advice, conform, describe, fits
 
 RECIPES = recipe_names()
-PARTNERS = {("loss", "confidence"): ["head=markov", "head.confidence=true"]}  # what an option does not go without
+PARTNERS = {  # what an option does not go without
+    ("loss", "confidence"): ["head=markov", "head.confidence=true"],
+    ("decoding", "confidence"): ["head=markov", "head.confidence=true", "loss=[cross_entropy,confidence]"],
+}
 OPTIONS = [(group, option) for group, options in group_options().items() for option in options]
 
 

@@ -1,0 +1,170 @@
+"""Parts that do not go together are refused before weights are loaded; both are named, and what to use instead."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash_lightning.conditioning import Conditioning
+from dflash_lightning.decoding.builder import DraftBuilder
+from dflash_lightning.decoding.policy import WidthPolicy
+from dflash_lightning.decoding.verifier import Verifier
+from dflash_lightning.drafter import Drafter
+from dflash_lightning.head import DraftHead
+from dflash_lightning.loss import LossTerm
+from dflash_lightning.recipe import load_recipe
+from dflash_lightning.recipe.build import list_faults
+
+PARTS = """
+from dflash_lightning.decoding.builder import BestChain
+from dflash_lightning.decoding.policy import WidthPolicy
+from dflash_lightning.decoding.verifier import MatchVerifier
+from dflash_lightning.drafter import BlockTransformer
+from dflash_lightning.head import MarginalHead
+from dflash_lightning.loss import CrossEntropy
+
+
+class Needy(BlockTransformer):
+    name = "needy_of_test_pairs"
+    needs = frozenset({"tides"})
+
+    def __init__(self, *, num_layers: int = 1) -> None:
+        super().__init__(num_layers=num_layers)
+
+
+class AnchorFirst(MarginalHead):
+    name = "anchor_first_of_test_pairs"
+    label_layouts = ("anchor_first",)
+
+
+class Speaking(MarginalHead):
+    name = "speaking_of_test_pairs"
+    signals = ("tide",)
+
+
+class Listening(CrossEntropy):
+    name = "listening_of_test_pairs"
+    reads = ("tide",)
+
+
+class Sampled(BestChain):
+    name = "sampled_of_test_pairs"
+    drawn = "sampled"
+
+
+class Tree(BestChain):
+    name = "tree_of_test_pairs"
+    trees = True
+
+
+class OnlyRules(MatchVerifier):
+    name = "only_rules_of_test_pairs"
+    judges = frozenset({"delta"})
+
+
+class OnlyChains(MatchVerifier):
+    name = "only_chains_of_test_pairs"
+    trees = False
+
+
+class ByChance(MatchVerifier):
+    name = "by_chance_of_test_pairs"
+    repeatable = False
+
+
+class Reading(WidthPolicy):
+    name = "reading_of_test_pairs"
+    sees = "laws"
+    reads = ("tide",)
+
+    def width(self, draft, where):
+        return where.requests
+
+
+class Looking(Reading):
+    name = "looking_of_test_pairs"
+    sees = "drawn"
+    reads = ()
+"""
+AXES: list[Any] = [Conditioning, DraftBuilder, WidthPolicy, Verifier, Drafter, DraftHead, LossTerm]
+
+
+@pytest.fixture
+def faults_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """``faults_with(**parts)``: the faults of a recipe with the classes above in place of its own."""
+    (tmp_path / "own_pairs.py").write_text(PARTS)
+    (tmp_path / "mine.yaml").write_text("# Mine.\ndefaults: [dflash, _self_]\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def find(*extra: str, **parts: str) -> list[str]:
+        words = [
+            f"{key}={{_target_:own_pairs.{name}}}" for key, name in parts.items() if key not in ("head", "drafter")
+        ]
+        words += [f"{key}._target_=own_pairs.{parts[key]}" for key in ("head", "drafter") if key in parts]
+        words = [word.replace("__", ".") for word in words]
+        cfg = load_recipe(str(tmp_path / "mine.yaml"), [*words, *extra])
+        return [str(fault) for fault in list_faults(cfg) if not str(fault).startswith(("data.", "callbacks.spec"))]
+
+    yield find
+    sys.modules.pop("own_pairs", None)
+    for axis in AXES:
+        for name in [name for name in axis.registry if name.endswith("of_test_pairs")]:
+            del axis.registry[name]
+
+
+def test_the_recipe_without_them_has_no_fault(faults_with: Any) -> None:
+    assert faults_with() == []
+
+
+@pytest.mark.parametrize(
+    ("parts", "extra", "words"),
+    [
+        (
+            {"drafter": "Needy"},
+            [],
+            ("conditioning: ", "'needy_of_test_pairs'", "tides", "'kv_injection'", "use another drafter"),
+        ),
+        (
+            {"head": "AnchorFirst"},
+            [],
+            ("block.label_layout: ", "'anchor_first_of_test_pairs'", "'same_position'", "Use"),
+        ),
+        ({"head": "Speaking"}, [], ("head.tide: ", "no loss term", "Add one that reads it")),
+        ({"loss__own": "Listening"}, [], ("loss.own: ", "'tide'", "head 'marginal'", "Choose a head")),
+        (
+            {"decoding__builder": "Sampled", "decoding__verifier": "OnlyRules"},
+            ["decoding.temperature=1"],
+            ("decoding.verifier: ", "OnlyRules judges ['delta']", "Sampled makes 'sampled'", "Use"),
+        ),
+        (
+            {"decoding__builder": "Tree", "decoding__verifier": "OnlyChains"},
+            [],
+            ("decoding.verifier: ", "OnlyChains judges chains", "Tree makes trees", "Use"),
+        ),
+        (
+            {"decoding__policy": "Reading"},
+            [],
+            ("decoding.policy: ", "Reading reads the signals tide", "head offers none", "Use"),
+        ),
+        (
+            {"decoding__policy": "Looking", "decoding__verifier": "ByChance"},
+            ["decoding.temperature=1"],
+            ("decoding.policy: ", "Looking looks at the drafts that it cuts", "ByChance rejects", "Use"),
+        ),
+    ],
+)
+def test_what_does_not_go_together_is_named_with_both_and_a_way_out(
+    faults_with: Any, parts: dict[str, str], extra: list[str], words: tuple[str, ...]
+) -> None:
+    found = faults_with(*extra, **parts)
+    (fault,) = [text for text in found if text.startswith(words[0])]
+    assert all(word in fault for word in words), fault
+
+
+def test_what_goes_together_is_let_through(faults_with: Any) -> None:
+    together = {"head": "Speaking", "loss__own": "Listening", "decoding__policy": "Reading"}
+    assert faults_with(**together) == []
+    assert faults_with(decoding__builder="Tree", decoding__verifier="OnlyRules") == []
