@@ -81,7 +81,7 @@ def test_context_rejected_rows_and_block_share_one_softmax(num_blocks):
 @torch.no_grad()
 def rounds(model, target, text, plan):
     """Hidden states of a block after every (keep, rejected) of ``plan``; null carries nothing. And the cache."""
-    ids, features_of = text
+    _, features_of = text
     features = features_of(model)
     cache = model.make_cache(batch_size=2, max_length=30, chunk_rows=BLOCK)
     found, embeddings = [], target.embed(torch.tensor([[7, 262, 262, 262, 262]] * 2))
