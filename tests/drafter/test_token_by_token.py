@@ -277,6 +277,5 @@ def test_such_a_drafter_is_not_run_as_one_that_fills_a_block_at_once() -> None:
     module = make("causal")
     model: DraftModel = module.draft_model
     cache = model.make_cache(batch_size=1, max_length=24, chunk_rows=24)
-    slots = torch.zeros(1, SLOTS, model.config.hidden_size)
     with pytest.raises(AssertionError, match="use open_in_turn"):
-        model.draft_hidden(slots, features_of(module), torch.tensor([4]), cache, module.target.lm)
+        model.draft_hidden(torch.zeros(1, 4, 32), features_of(module), torch.tensor([24]), cache, module.target.lm)
