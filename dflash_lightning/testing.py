@@ -7,7 +7,7 @@ of what is sampled: ``dflash smoke`` trains a recipe and counts tokens.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -31,7 +31,7 @@ from dflash_lightning.drafter import BlockTransformer, Drafter
 from dflash_lightning.head import DraftHead, MarginalHead
 from dflash_lightning.loss import CrossEntropy, LossTerm
 from dflash_lightning.module import DraftModule, OptimSettings
-from dflash_lightning.ops.lm_head import LabelLogProb
+from dflash_lightning.ops.lm_head import HeadOutput, LabelLogProb, LanguageHead
 from dflash_lightning.target import FrozenTarget, load_target
 from dflash_lightning.target.tiny import save_tiny_target
 from dflash_lightning.types import Alignment, BlockLayout, Document, StepContext, TrainBatch
@@ -42,9 +42,9 @@ _SLOTS = 3  # drafts per block in checks without a model
 
 @lru_cache(maxsize=1)
 def toy_target() -> FrozenTarget:
-    """A frozen random model of eight layers and 32 tokens; nobody may change it."""
+    """A frozen random model of twelve layers and 32 tokens; nobody may change it."""
     with tempfile.TemporaryDirectory() as folder:
-        save_tiny_target(Path(folder), num_layers=8)
+        save_tiny_target(Path(folder), num_layers=12)
         return load_target(folder, dtype="float32")
 
 
@@ -94,6 +94,24 @@ def toy_batch(module: DraftModule) -> TrainBatch:
     )
 
 
+class _SpeakingHead(MarginalHead):
+    """DFlash's head, with a signal for every name that a loss term wants to read."""
+
+    name = "marginal_with_signals"
+
+    def __init__(self, *, signals: Sequence[str] = ()) -> None:
+        super().__init__()
+        self.signals = tuple(signals)
+
+    def outputs(self, hidden: Float[Tensor, "B N K H"], layout: BlockLayout, lm: LanguageHead) -> HeadOutput:
+        spoken = {name: hidden.mean(-1).sigmoid() for name in self.signals}
+        return HeadOutput(super().outputs(hidden, layout, lm).views, spoken)
+
+    def open(self, hidden: Float[Tensor, "B D H"], roots: Int[Tensor, " B"], lm: LanguageHead) -> Scores:
+        spoken = {name: hidden.mean(-1).sigmoid() for name in self.signals}
+        return replace(super().open(hidden, roots, lm), signals=spoken)
+
+
 # -- training ---------------------------------------------------------------------------------------------------------
 
 
@@ -110,7 +128,7 @@ def check_block(block: BlockConstructor) -> None:
 
 def check_loss(term: LossTerm) -> None:
     """The term is a finite sum with a gradient, and slots that are not valid have no part in it."""
-    module = toy_module(loss={"own": term})
+    module = toy_module(loss={"own": term}, head=_SpeakingHead(signals=list(term.reads)))
     batch = toy_batch(module)
     out, features = module.outputs(batch)
     context = StepContext(0, 10, 0)
@@ -158,9 +176,11 @@ def check_conditioning(conditioning: Conditioning) -> None:
 def check_drafter(drafter: Drafter, conditioning: Conditioning | None = None) -> None:
     """A block has the same hidden states in training and in decoding, before the first round and after one.
 
-    ``conditioning`` is for drafters that need one of a kind; null is ``KVInjection``.
+    Null takes ``KVInjection``, or the first registered conditioning that provides what the drafter needs.
     """
-    parts: dict[str, Any] = {} if conditioning is None else {"conditioning": conditioning}
+    able: list[Any] = [KVInjection, *Conditioning.registry.values()]
+    kind = next(part for part in able if drafter.needs <= part.provides)
+    parts: dict[str, Any] = {"conditioning": kind(target_layer_ids=[1, 3]) if conditioning is None else conditioning}
     if drafter.inputs == "tokens":
         parts["block"] = Anchored(block_size=4, num_anchors=_LENGTH, label_layout="anchor_first", inputs="tokens")
     _check_parts(drafter=drafter, **parts)

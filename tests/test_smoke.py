@@ -15,6 +15,7 @@ from dflash_lightning.commands import smoke as smoke_command
 from dflash_lightning.commands import smoke_law
 from dflash_lightning.commands.smoke import chosen, try_recipe
 from dflash_lightning.commands.smoke_law import p_value
+from dflash_lightning.commands.smoke_stages import Trial
 from dflash_lightning.commands.smoke_toy import ToyWorld
 from dflash_lightning.decoding import DecodingSettings
 from dflash_lightning.loss import LossTerm
@@ -109,8 +110,15 @@ def test_a_class_that_fails_is_named_with_its_stage(one_world, own_recipe, capsy
     assert "in build: 1 fault in recipe" in (out := capsys.readouterr().out) and "Did you mean 'decay'?" in out
 
 
-def test_what_resuming_loses_is_found(world, own_recipe, tmp_path) -> None:
+def without(monkeypatch: pytest.MonkeyPatch, *stages: str) -> None:
+    """Leave out stages that a test has no use for."""
+    for stage in stages:
+        monkeypatch.setattr(Trial, stage, lambda *given: None)
+
+
+def test_what_resuming_loses_is_found(world, own_recipe, tmp_path, monkeypatch) -> None:
     """A loss that counts its own calls, which no checkpoint holds."""
+    without(monkeypatch, "_decode_greedily", "_sample", "_load")
     file = own_recipe("self.calls = getattr(self, 'calls', 0) + 1; self.coefficient = 1.0 + self.calls % 7")
     entry = try_recipe(str(file), [], world, tmp_path / "try")
     assert entry["failed_stage"] == "resume" and "resumed at step 10" in entry["error"]
@@ -134,6 +142,7 @@ def test_drafts_that_were_not_drawn_from_their_law_are_found(world, tmp_path, mo
             builder.build = changed
         return decoder
 
+    without(monkeypatch, "_decode_greedily")
     monkeypatch.setattr(DecodingSettings, "make_decoder", make_wrong)
     entry = try_recipe("dflash", [], world, tmp_path / "try")
     assert entry["failed_stage"] == "sampled decoding" and "not distributed as the target's own" in entry["error"]

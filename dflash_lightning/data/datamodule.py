@@ -7,13 +7,13 @@ from typing import Any, Literal
 
 from jaxtyping import Bool
 from lightning.pytorch import Callback, LightningDataModule
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor
 
 from dflash_lightning.block.base import BlockConstructor
 from dflash_lightning.data.batch.collate import BatchMaker, WindowItem
 from dflash_lightning.data.batch.exact_resume import ExactResume
 from dflash_lightning.data.batch.loader import PlanSampler, StatefulLoader
+from dflash_lightning.data.batch.of_trainer import accumulation, batch_limit
 from dflash_lightning.data.batch.packing import Planner, PlanSettings
 from dflash_lightning.data.features.cache import DTYPES, FeatureCache, make_in_memory
 from dflash_lightning.data.features.products import FeatureProducts, check_products, with_products
@@ -203,8 +203,8 @@ class DraftData(LightningDataModule):
             planner,
             rank=self.trainer.global_rank if self.trainer is not None else 0,
             world=self.trainer.world_size if self.trainer is not None else 1,
-            accumulate=self._accumulate(),
-            limit=self._limit_batches(planner),
+            accumulate=accumulation(self.trainer),
+            limit=batch_limit(self.trainer, planner),
         )
         if self.cache_features is not None and (self._cache is None or self._cache.spec != spec):
             self._cache = self._make_cache(spec)
@@ -290,26 +290,10 @@ class DraftData(LightningDataModule):
             )
         return plan
 
-    def _accumulate(self) -> int:
-        if self.trainer is None:
-            return 1
-        if any(isinstance(callback, GradientAccumulationScheduler) for callback in self._callbacks):
-            what = "GradientAccumulationScheduler changes the accumulation, which the plan of batches cannot follow"
-            raise SettingError("trainer.callbacks", what, "Use a constant trainer.accumulate_grad_batches")
-        return self.trainer.accumulate_grad_batches
-
     @property
     def _callbacks(self) -> list[Callback]:
         assert self.trainer is not None
         return self.trainer.callbacks  # type: ignore[attr-defined]
-
-    def _limit_batches(self, planner: Planner) -> int | None:
-        """Micro-batches per epoch that Lightning will run, where ``limit_train_batches`` says fewer than all."""
-        if self.trainer is None:
-            return None
-        limit = self.trainer.limit_train_batches
-        length = -(-planner.num_micro_batches // self.trainer.world_size)
-        return min(length, limit if isinstance(limit, int) else int(length * limit))
 
     # -- features -----------------------------------------------------------------------------------------------------
 

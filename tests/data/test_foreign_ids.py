@@ -114,7 +114,8 @@ def make_module() -> Callable[[FrozenTarget], DraftModule]:
 def test_regenerate_finds_them_in_every_turn_before_it_answers_the_first(target: FrozenTarget, tmp_path: Path) -> None:
     rows = [{"turns": [f"see {EXTRA}"]}, {"turns": ["hi"]}, {"turns": ["hi", f"and {EXTRA}"]}]
     prompts = write(tmp_path / "p.jsonl", *rows)
-    report = regenerate(prompts, target, tmp_path / "o.jsonl", batch_size=2, max_new_tokens=3, progress=False)
+    decoding = DecodingSettings(batch_size=2, max_new_tokens=3)
+    report = regenerate(prompts, target, tmp_path / "o.jsonl", decoding=decoding, progress=False)
     assert (report.counts.rows, report.counts.failed, report.counts.unfinished) == (1, 2, 0)
     assert report.failures is not None
     failed = [json.loads(line) for line in report.failures.read_text().splitlines()]

@@ -11,6 +11,7 @@ import pytest
 
 from dflash_lightning.data import ChatRenderer, ChatRow, DocumentMaker
 from dflash_lightning.data.read.rows import parse_record
+from dflash_lightning.decoding import DecodingSettings
 from dflash_lightning.regenerate.regenerate import regenerate
 from dflash_lightning.target import FrozenTarget
 
@@ -236,8 +237,8 @@ def test_rows_of_regenerate_read_by_their_messages_leave_the_cut_end_alone(
     target = make_target("llama", seed=3)
     prompts = tmp_path / "p.jsonl"
     prompts.write_text('{"turns": ["tell one"]}\n')
-    settings: dict[str, Any] = {"batch_size": 1, "max_new_tokens": 6, "progress": False}
-    out = regenerate(prompts, target, tmp_path / "o.jsonl", **settings).out
+    decoding = DecodingSettings(batch_size=1, max_new_tokens=6)
+    out = regenerate(prompts, target, tmp_path / "o.jsonl", decoding=decoding, progress=False).out
     written = json.loads(out.read_text())
     assert written["finish"] == "length"
     maker = DocumentMaker(lambda: ChatRenderer(target.tokenizer), max_length=99, vocab_size=272)

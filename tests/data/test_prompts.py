@@ -11,6 +11,7 @@ import pytest
 
 from dflash_lightning.data import ChatRenderer, ChatRow, Prompt, left_out_line, load_prompts, render_prompt
 from dflash_lightning.data.read.rows import parse_record
+from dflash_lightning.decoding import DecodingSettings
 from dflash_lightning.regenerate.regenerate import regenerate
 from dflash_lightning.target import FrozenTarget
 
@@ -126,7 +127,7 @@ def test_what_regenerate_wrote_is_read_as_prompts_and_asked_again(
     """Also with the settings and tools of its rows, which it hands on."""
     target = make_target("llama", seed=3)
     rows = [{"turns": ["one", "two"], "system": "s"}, {"messages": said("u")}]
-    settings: dict[str, Any] = {"batch_size": 2, "max_new_tokens": 6, "progress": False}
+    settings: dict[str, Any] = {"decoding": DecodingSettings(batch_size=2, max_new_tokens=6), "progress": False}
     out = regenerate(write(tmp_path / "p.jsonl", *rows), target, tmp_path / "o.jsonl", **settings).out
     written = [json.loads(line) for line in out.read_text().splitlines()]
     assert all("input_ids" in row for row in written)
@@ -154,7 +155,7 @@ def test_regenerate_asks_with_the_columns_beside_the_conversation_and_hands_them
         {"turns": ["q"], "history": [["a", "b"]]},
         {"turns": ["q"], "chat_template_kwargs": {"unknown": "x"}},
     ]
-    settings: dict[str, Any] = {"batch_size": 2, "max_new_tokens": 4, "progress": False}
+    settings: dict[str, Any] = {"decoding": DecodingSettings(batch_size=2, max_new_tokens=4), "progress": False}
     report = regenerate(write(tmp_path / "p.jsonl", *rows), target, tmp_path / "o.jsonl", **settings)
     first, second = (json.loads(line) for line in report.out.read_text().splitlines())
     texts = [target.tokenizer.decode(row["input_ids"]) for row in (first, second)]

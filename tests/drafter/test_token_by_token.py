@@ -274,6 +274,8 @@ def test_parts_that_would_draft_badly_together_are_refused() -> None:
 
 
 def test_such_a_drafter_is_not_run_as_one_that_fills_a_block_at_once() -> None:
-    model: DraftModel = make("causal").draft_model
+    module = make("causal")
+    model: DraftModel = module.draft_model
+    cache = model.make_cache(batch_size=1, max_length=24, chunk_rows=24)
     with pytest.raises(AssertionError, match="use open_in_turn"):
-        model.draft_hidden(None, None, None, None, None)
+        model.draft_hidden(torch.zeros(1, 4, 32), features_of(module), torch.tensor([24]), cache, module.target.lm)

@@ -19,6 +19,9 @@ from dflash_lightning.recipe.hints import advice, conform, describe, fits
 
 RECIPES = recipe_names()
 PARTNERS = {  # what an option does not go without
+    ("block", "tokens"): ["drafter=causal_transformer"],
+    ("drafter", "causal_transformer"): ["block=tokens"],
+    ("drafter", "feedback_transformer"): ["block=tokens", "conditioning=token_fusion"],
     ("loss", "confidence"): ["head=markov", "head.confidence=true"],
     ("decoding", "confidence"): ["head=markov", "head.confidence=true", "loss=[cross_entropy,confidence]"],
 }

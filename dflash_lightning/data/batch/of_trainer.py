@@ -1,0 +1,37 @@
+"""What the plan of batches must know of the trainer that runs it."""
+
+from __future__ import annotations
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+
+from dflash_lightning.data.batch.packing import Planner
+from dflash_lightning.errors import SettingError
+
+
+def accumulation(trainer: Trainer | None) -> int:
+    """Micro-batches per optimizer step; 1 without a trainer.
+
+    Raises:
+        SettingError: it changes during the run.
+    """
+    if trainer is None:
+        return 1
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    if any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks):
+        raise SettingError(
+            "trainer.callbacks",
+            "GradientAccumulationScheduler changes the accumulation during the run, which the plan of "
+            "batches cannot follow",
+            "Use a constant trainer.accumulate_grad_batches",
+        )
+    return trainer.accumulate_grad_batches
+
+
+def batch_limit(trainer: Trainer | None, planner: Planner) -> int | None:
+    """Micro-batches per epoch that Lightning will run, where ``limit_train_batches`` says fewer than all."""
+    if trainer is None:
+        return None
+    limit = trainer.limit_train_batches
+    length = -(-planner.num_micro_batches // trainer.world_size)
+    return min(length, limit if isinstance(limit, int) else int(length * limit))
