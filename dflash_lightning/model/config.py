@@ -68,10 +68,18 @@ def check_parts(block: BlockConstructor, conditioning: Conditioning, drafter: Dr
     """Refuse parts that would train and draft badly together.
 
     Raises:
-        ValueError: the conditioning does not offer what the drafter reads, slots hold something else in training than
-            in decoding, or the head wants a whole block of a drafter that runs slot by slot.
+        ValueError: the conditioning does not offer what the drafter reads or hands over what it does not take, slots
+            hold something else in training than in decoding, or the head wants a whole block of a drafter that runs
+            slot by slot.
     """
     _check_slots(block, drafter, head)
+    if conditioning.carries and isinstance(drafter, SequentialDrafter):
+        raise SettingError(
+            "conditioning",
+            f"{conditioning.name!r} hands a block what the round before left, but drafter {drafter.name!r} drafts "
+            "token by token and takes nothing of it",
+            do="Use a drafter that runs a block at once, or another conditioning",
+        )
     missing = drafter.needs - conditioning.provides
     if missing:
         able = sorted(name for name, part in Conditioning.registry.items() if drafter.needs <= _provided(part))
