@@ -226,7 +226,7 @@ def test_it_starts_from_a_trained_dflash_which_it_names_as_changed(tiny_target, 
     plan = DraftPlan(block, Carryover(target_layer_ids=[0, 2]), drafter, MarginalHead(), init_from=stated)
     ours, theirs = plan.make(tiny_target, {}).state_dict(), dflash.state_dict()
     assert all(torch.equal(ours[name], value) for name, value in theirs.items())
-    assert not ours["conditioning.rejected"].any() and "fresh: conditioning (rejected)" in capsys.readouterr().out
+    assert not ours["conditioning.rejected"].any() and "fresh: conditioning (rejected)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.0])
