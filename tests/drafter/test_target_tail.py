@@ -127,7 +127,8 @@ def test_training_and_drafting_leave_verification_bit_equal(make_target, tmp_pat
     started = {name: value.clone() for name, value in module.draft_model.state_dict().items()}
     for batch in data.first_batches(1) * 2:
         out, features = module.outputs(batch)
-        module.loss_shares(batch, out, features, StepContext(0, 2, 0), batch.window_totals)["cross_entropy"][1].backward()
+        shares = module.loss_shares(batch, out, features, StepContext(0, 2, 0), batch.window_totals)
+        shares["cross_entropy"][1].backward()
         optimizer.step()
     assert not torch.equal(started["drafter.norm.weight"], module.draft_model.drafter.norm.weight)
     settings = DecodingSettings(max_new_tokens=8, batch_size=2, compile=False)
