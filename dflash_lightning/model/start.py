@@ -59,8 +59,8 @@ class DraftPlan:
 
         Raises:
             ValueError: the drafter reads what the conditioning does not offer, or is fed otherwise in decoding than
-                by these blocks; the head does not suit the drafter, or cannot learn the labels of these blocks; or
-                ``init_from.change`` names no setting.
+                by these blocks; the head does not suit the drafter, or cannot learn the labels of these blocks; rounds
+                are to be played with blocks that cannot be moved; or ``init_from.change`` names no setting.
         """
         check_parts(self.block, self.conditioning, self.drafter, self.head)
         if self.block.label_layout not in self.head.label_layouts:
@@ -69,12 +69,12 @@ class DraftPlan:
                 f"head {self.head.name!r} cannot be trained with {self.block.label_layout!r} blocks",
                 f"Use one of {list(self.head.label_layouts)}, or another head",
             )
-        if self.conditioning.carries and type(self.block) is not Anchored:
+        if self.conditioning.carries and not (type(self.block) is Anchored and self.block.inputs == "masks"):
             raise SettingError(
                 "block",
-                f"{self.block.name!r} blocks do not say how they go on where a round of decoding has ended, as "
-                f"conditioning {self.conditioning.name!r} needs",
-                "Use block=anchored, or another conditioning",
+                f"conditioning {self.conditioning.name!r} moves blocks to where a round of decoding has ended, which "
+                f"is not known of {self.block.name!r} blocks of {self.block.inputs}",
+                "Use block=anchored with inputs=masks, or another conditioning",
             )
         origin = self._origin()
         if origin is not None:

@@ -12,7 +12,8 @@ from dflash_lightning.decoding.builder import BestFirstTree
 from dflash_lightning.decoding.policy import WidthPolicy
 from dflash_lightning.drafter import BlockTransformer
 from dflash_lightning.head import MarginalHead
-from dflash_lightning.model import DraftModel, make_draft_config
+from dflash_lightning.model import DraftModel, make_draft_config, save_draft
+from dflash_lightning.model.start import DraftPlan
 from dflash_lightning.ops.block_attention import block_attention
 from dflash_lightning.ops.context import KVSource
 from dflash_lightning.target import branch_features
@@ -81,8 +82,7 @@ def test_context_rejected_rows_and_block_share_one_softmax(num_blocks):
 @torch.no_grad()
 def rounds(model, target, text, plan):
     """Hidden states of a block after every (keep, rejected) of ``plan``; null carries nothing. And the cache."""
-    _, features_of = text
-    features = features_of(model)
+    features = text[1](model)
     cache = model.make_cache(batch_size=2, max_length=30, chunk_rows=BLOCK)
     found, embeddings = [], target.embed(torch.tensor([[7, 262, 262, 262, 262]] * 2))
     for keep, rejected in plan:
@@ -216,6 +216,17 @@ def test_one_parameter_more_than_kv_injection_and_zero_at_the_start(tiny_target)
     ours = make_model(tiny_target, Carryover(target_layer_ids=[0, 2])).state_dict()
     assert ours.keys() - plain.keys() == {"conditioning.rejected"} and plain.keys() <= ours.keys()
     assert not ours["conditioning.rejected"].any()
+
+
+def test_it_starts_from_a_trained_dflash_which_it_names_as_changed(tiny_target, tmp_path, capsys):
+    dflash = make_model(tiny_target, KVInjection(target_layer_ids=[0, 2]))
+    save_draft(dflash, tmp_path / "draft")
+    stated = {"path": str(tmp_path / "draft"), "change": ["conditioning"]}
+    block, drafter = Anchored(block_size=BLOCK), BlockTransformer(num_layers=2)
+    plan = DraftPlan(block, Carryover(target_layer_ids=[0, 2]), drafter, MarginalHead(), init_from=stated)
+    ours, theirs = plan.make(tiny_target, {}).state_dict(), dflash.state_dict()
+    assert all(torch.equal(ours[name], value) for name, value in theirs.items())
+    assert not ours["conditioning.rejected"].any() and "fresh: conditioning (rejected)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.0])
