@@ -17,7 +17,7 @@ from dflash_lightning.loss import CrossEntropy
 from dflash_lightning.model import DraftModel, load_draft, make_draft_config, save_draft
 from dflash_lightning.module import DraftModule, OptimSettings
 from dflash_lightning.target import TargetAdapter
-from dflash_lightning.types import FeatureSpec
+from dflash_lightning.types import FeatureSpec, StepContext
 
 PROMPTS = [[5, 9, 3, 200, 17], [44, 8, 1]]
 
@@ -126,8 +126,10 @@ def test_training_and_drafting_leave_verification_bit_equal(make_target, tmp_pat
     optimizer = torch.optim.AdamW(module.draft_model.parameters(), lr=1e-2)
     started = {name: value.clone() for name, value in module.draft_model.state_dict().items()}
     for batch in data.first_batches(1) * 2:
-        out, _ = module.outputs(batch)
-        module.loss_shares(batch, out, _, None, batch.window_totals)["cross_entropy"][1].backward()
+        out, features = module.outputs(batch)
+        module.loss_shares(batch, out, features, StepContext(0, 1, 0), batch.window_totals)["cross_entropy"][
+            1
+        ].backward()
         optimizer.step()
     assert not torch.equal(started["drafter.norm.weight"], module.draft_model.drafter.norm.weight)
     settings = DecodingSettings(max_new_tokens=8, batch_size=2, compile=False)
