@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerFast
 from dflash_lightning.callbacks import AtomicCheckpointIO
 from dflash_lightning.cli import main
 from dflash_lightning.commands import fit as fit_module
+from dflash_lightning.commands import ready
 from dflash_lightning.commands import regenerate as regenerate_module
 from dflash_lightning.commands.drafts import find_draft
 from dflash_lightning.commands.generate import TokenStream
@@ -772,6 +773,22 @@ def test_what_the_machine_or_the_target_cannot_hold_is_refused_by_name(
 ) -> None:
     assert main(["generate", "--draft", str(trained), "--prompt-ids", "1,2", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_decoding_that_a_drafter_cannot_do_is_refused_before_the_target_is_read(
+    trained: Path, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(*args: object) -> None:
+        raise AssertionError("the target was read")
+
+    monkeypatch.setattr(ready, "open_text_of", read)
+    assert main(["generate", "--draft", str(trained), "--prompt-ids", "1,2", "decoding=confidence"]) == 2
+    assert "decoding.policy: ConfidencePolicy reads the signals confidence" in capsys.readouterr().err
+    save_draft(find_draft(str(trained)).model, here / "copied")
+    both = ["--draft", str(trained), "--draft", str(here / "copied"), "--prompts", "prompts.jsonl"]
+    assert main(["evaluate", *both, "decoding.block_size=50"]) == 2
+    error = capsys.readouterr().err
+    assert ".ckpt: decoding.block_size: 50 slots, but the drafter was trained with 4" in error, error
 
 
 def test_checkpoints_whose_tensors_are_not_the_drafters_are_refused(trained: Path, tmp_path: Path) -> None:

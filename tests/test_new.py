@@ -131,13 +131,20 @@ def test_files_go_to_the_folders_of_the_repository(tmp_path: Path) -> None:
     [
         (["loss", "Focal"], "NAME: 'Focal' cannot name a file and a class. Use lower-case letters"),
         (["loss", "focal"], "--package: this folder is not the repository"),
-        (["loss", "focal", "--package", "../x"], "--package: ../x is no package beside your recipes"),
+        (["loss", "focal", "--package", "../x"], "--package: '../x' is no package beside your recipes"),
+        (["loss", "focal", "--package", ""], "--package: '.' is no package beside your recipes"),
+        (["loss", "focal", "--package", "class"], "--package: 'class' is no package beside your recipes"),
+        (["loss", "focal", "--package", "torch"], "--package: a package torch is installed"),
+        (["loss", "focal", "--package", "some_file"], "--package: some_file is a file"),
+        (["loss", "dflash", "--package", "my_methods"], "NAME: 'dflash' is the name of a loss or a recipe that comes"),
+        (["drafter", "block_transformer", "--package", "my_methods"], "NAME: 'block_transformer' is the name of a dra"),
         (["loss", "taken", "--package", "my_methods"], "NAME: 'taken' is taken: my_methods/taken.py exists"),
     ],
 )
 def test_what_cannot_be_written_is_refused_and_nothing_is_written(place, capsys, words, said) -> None:
     (place / "my_methods").mkdir()
     (place / "my_methods" / "taken.py").touch()
+    (place / "some_file").touch()
     before = sorted(place.rglob("*"))
     assert main(["new", *words]) == 2
     assert said in capsys.readouterr().err

@@ -7,6 +7,7 @@ import keyword
 import re
 from dataclasses import dataclass
 from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 from string import Template
 
@@ -130,17 +131,43 @@ def plan(kind: str, name: str, package: str | None, root: Path) -> Method:
         what = "this folder is not the repository, so the class goes to a package of your own"
         raise SettingError("--package", what, do="Name its folder: --package my_methods")
     folder = None if package is None else Path(package)
-    if folder is not None and (folder.is_absolute() or not all(part.isidentifier() for part in folder.parts)):
-        what = f"{package} is no package beside your recipes"
-        raise SettingError(
-            "--package", what, do="Name a folder below this one that Python can import, such as my_methods"
-        )
+    if folder is not None:
+        _check_package(folder, root)
     method = Method(kind, name, folder, root)
+    if shipped := [path for path in _shipped(method) if path.is_file()]:
+        what = f"{name!r} is the name of a {kind} or a recipe that comes with dflash_lightning ({shipped[0]})"
+        raise SettingError("NAME", what, do="Choose another name: recipes and checkpoints could not tell the two apart")
     if taken := [path for path in method.files() if (root / path).exists()]:
         raise SettingError(
             "NAME", f"{name!r} is taken: {taken[0]} exists", do="Choose another name, or remove the file"
         )
     return method
+
+
+def _check_package(folder: Path, root: Path) -> None:
+    """Refuse a folder that Python would not import, or would import in place of another package.
+
+    Raises:
+        SettingError: says which of the two.
+    """
+    do = "Name a folder below this one that Python can import, such as my_methods"
+    words = [part.isidentifier() and not keyword.iskeyword(part) for part in folder.parts]
+    if folder.is_absolute() or not words or not all(words):
+        raise SettingError("--package", f"{str(folder)!r} is no package beside your recipes", do=do)
+    if files_there := [path for path in (folder, *folder.parents) if (root / path).is_file()]:
+        raise SettingError("--package", f"{files_there[0]} is a file", do=do)
+    top = folder.parts[0]
+    if not (root / top).exists() and find_spec(top) is not None:
+        what = f"a package {top} is installed, which one here of that name would hide"
+        raise SettingError("--package", what, do=do)
+
+
+def _shipped(method: Method) -> list[Path]:
+    """Files of this package that a class, an option or a recipe of that name would be taken for."""
+    package = Path(str(files("dflash_lightning")))
+    option = package / "recipes" / method.group / f"{method.name}.yaml"
+    recipe = package / "recipes" / f"{method.name}.yaml"
+    return [option, package / KINDS[method.kind] / f"{method.name}.py", *([recipe] if method.package else [])]
 
 
 def next_steps(method: Method) -> str:

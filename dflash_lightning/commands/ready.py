@@ -9,6 +9,7 @@ from typing import Any
 from dflash_lightning.commands.drafts import FoundDraft, open_target_of, open_text_of, use_draft
 from dflash_lightning.data import render_prompt
 from dflash_lightning.decoding import DecodingSettings
+from dflash_lightning.decoding.parts import check_signals
 from dflash_lightning.recipe.arguments import by_import
 from dflash_lightning.recipe.decoding import decoding_node
 from dflash_lightning.recipe.make import make
@@ -42,10 +43,12 @@ def open_ready(
     What the prompts are told by is read first, so that one without room for its answer costs seconds.
 
     Raises:
-        ValueError: a prompt cannot be rendered, holds ids that are no tokens, or is too long; the target is not the
-            drafters'.
+        ValueError: a drafter cannot be decoded with as ``settings`` say; a prompt cannot be rendered, holds ids that
+            are no tokens, or is too long; the target is not the drafters'.
     """
     draft, *others = drafts
+    for each in drafts:
+        _check_decoding(each, settings, alone=not others)
     text = open_text_of(draft, args.target)
     if text is not None:
         _check_rows(text, drafts)
@@ -54,6 +57,19 @@ def open_ready(
     for other in others:
         use_draft(other, target, relative=args.other_target)
     return target, _ready(target.text, drafts, settings, prompts, call) if ids is None else ids
+
+
+def _check_decoding(draft: FoundDraft, settings: DecodingSettings, *, alone: bool) -> None:
+    """What tells without the target that a drafter cannot be decoded with; with several, the message says which.
+
+    Raises:
+        ValueError: the policy reads a signal that its head does not give, or it was trained with fewer slots.
+    """
+    try:
+        check_signals(settings.strategies["policy"], draft.model.head.signals)
+        settings.num_drafts(draft.model)
+    except ValueError as error:
+        raise error if alone else ValueError(f"{draft.source}: {error}") from None
 
 
 def _check_rows(text: TargetText, drafts: Sequence[FoundDraft]) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoConfig, Qwen3Model
 
 from dflash_lightning.block import Anchored, Masked
-from dflash_lightning.conditioning import InputFusion, KVInjection, TokenFusion
+from dflash_lightning.conditioning import Carryover, InputFusion, KVInjection, TokenFusion
 from dflash_lightning.drafter import BlockTransformer, CausalTransformer, Drafter, FeedbackTransformer
 from dflash_lightning.drafter.feedback_transformer import NormedRows
 from dflash_lightning.head import DraftHead, MarginalHead, MarkovHead
@@ -271,6 +271,14 @@ def test_parts_that_would_draft_badly_together_are_refused() -> None:
     with pytest.raises(ValueError, match=r"drafter.is_causal: false, but .* Leave it null"):
         CausalTransformer(is_causal=False)
     assert not DraftHead.per_slot, "a head of one's own must say so"
+
+
+def test_what_a_round_left_is_not_handed_to_a_drafter_that_takes_nothing_of_it() -> None:
+    """It would be trained on rounds that decoding never gives it."""
+    tokens = Anchored(block_size=SLOTS, label_layout="anchor_first", inputs="tokens")
+    with pytest.raises(ValueError, match=r"conditioning: 'carryover' hands .* 'causal_transformer' drafts token"):
+        check_parts(tokens, Carryover(), CausalTransformer(), MarginalHead())
+    check_parts(Anchored(block_size=SLOTS), Carryover(), BlockTransformer(), MarginalHead())
 
 
 def test_such_a_drafter_is_not_run_as_one_that_fills_a_block_at_once() -> None:
