@@ -67,7 +67,7 @@ def test_every_option_is_trained_below() -> None:
 
 @pytest.mark.parametrize("recipe", recipe_names())
 def test_every_recipe_trains(place: Any, recipe: str) -> None:
-    """With everything as it is shipped but for the number of rows and blocks, on the CPU; every weight of the drafter moves."""
+    """As it is shipped but for the number of rows and blocks, on the CPU; every weight of the drafter moves."""
     small = SMALL.get(recipe, FEW)
     assert place.fit(recipe, *ON_CPU, *SHORT, *small, name=recipe) == 0
     moments = checked(place, recipe)["optimizer_states"][0]["state"].values()
