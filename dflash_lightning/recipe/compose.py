@@ -3,6 +3,8 @@ code that knows Hydra. What Hydra refuses is said in words of files and folders.
 
 from __future__ import annotations
 
+import copy
+import functools
 import shutil
 import tempfile
 import warnings
@@ -32,10 +34,16 @@ class CannotCompose(ValueError):
 def compose_file(file: Path, overrides: Sequence[str]) -> DictConfig:
     """The tree of a recipe file. ``_self_`` is the last of its ``defaults`` where it is not named.
 
+    A command asks for a shipped recipe several times, and composing takes a tenth of a second. The tree of a shipped
+    recipe is therefore kept for the same overrides, until a shipped file changes. Every caller gets a copy.
+
     Raises:
         CannotCompose: a file or option that is not there, or that cannot be read or merged.
     """
+    shipped = recipes_folder().resolve()
     try:
+        if file.parent.resolve() == shipped and not any("${" in word for word in overrides):
+            return copy.deepcopy(_kept(file, tuple(overrides), _state_of(shipped)))
         return _compose(file, overrides)
     except RecursionError:
         raise CannotCompose([*_circular(file)]) from None
@@ -43,6 +51,18 @@ def compose_file(file: Path, overrides: Sequence[str]) -> DictConfig:
         raise CannotCompose([_missing(file, str(error.missing_cfg_file))]) from error
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
         raise CannotCompose([_refusal(file, str(error))]) from error
+
+
+@functools.lru_cache(maxsize=64)
+def _kept(file: Path, overrides: tuple[str, ...], state: frozenset[tuple[str, int, int]]) -> DictConfig:
+    """As ``_compose``; ``state`` is that of all the files that may go into the tree."""
+    return _compose(file, overrides)
+
+
+def _state_of(folder: Path) -> frozenset[tuple[str, int, int]]:
+    """Name, time of the last change and size of every YAML file below ``folder``."""
+    found = ((path, path.stat()) for path in folder.rglob("*.yaml"))
+    return frozenset((str(path), state.st_mtime_ns, state.st_size) for path, state in found)
 
 
 def _compose(file: Path, overrides: Sequence[str]) -> DictConfig:
@@ -56,13 +76,13 @@ def _compose(file: Path, overrides: Sequence[str]) -> DictConfig:
     search = f"hydra.searchpath=[{','.join(quoted)}]"
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*Defaults list is missing `_self_`.*")
-        copy = Path(folder) / f"{_PRIMARY}.yaml"
-        shutil.copyfile(file, copy)
+        primary = Path(folder) / f"{_PRIMARY}.yaml"
+        shutil.copyfile(file, primary)
         try:
             with initialize_config_dir(folder, version_base="1.3"):
                 return compose(_PRIMARY, overrides=[search, *overrides])
         except yaml.YAMLError as error:
-            raise ValueError(str(error).replace(str(copy), str(file))) from error
+            raise ValueError(str(error).replace(str(primary), str(file))) from error
 
 
 def _missing(file: Path, name: str) -> Fault:

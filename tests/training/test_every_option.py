@@ -29,7 +29,7 @@ OPTIONS = group_options()
 TRAINERS = OPTIONS["trainer"]
 ON_CPU = ["trainer.accelerator=cpu", "trainer.devices=1"]
 SHORT = ["trainer.max_epochs=1", "trainer.enable_progress_bar=false"]
-FEW = "block.num_anchors=4"  # the time goes into blocks: 12 rows with 512 of them each take seconds
+FEW = ["block.num_anchors=4", "data.limit=4"]  # the time goes into blocks: 12 rows with 512 of them each take seconds
 # Options that a shipped recipe names are trained by that recipe; the others are those that nobody has by default.
 CHOICES = [entry for name in recipe_names() for entry in load_yaml(name)["defaults"] if isinstance(entry, dict)]
 DEFAULTS = {(g.removeprefix("override "), o) for entry in CHOICES for g, v in entry.items() for o in np.atleast_1d(v)}
@@ -38,7 +38,7 @@ OTHERS = [(g, o) for g, options in OPTIONS.items() for o in options if g != "tra
 SMALL: dict[str, list[str]] = {
     "smoke": [],
     "quickstart": ["data.limit=4", "conditioning.target_layer_ids=[2,4]"],
-    "dflare": [FEW, "conditioning.num_features=4"],
+    "dflare": [*FEW, "conditioning.num_features=4"],
 }
 CHOSEN = {("callbacks", "checkpoint_last"): "callbacks=[checkpoint_last]"}
 
@@ -67,8 +67,8 @@ def test_every_option_is_trained_below() -> None:
 
 @pytest.mark.parametrize("recipe", recipe_names())
 def test_every_recipe_trains(place: Any, recipe: str) -> None:
-    """With everything as it is shipped but for the number of blocks, on the CPU; every weight of the drafter moves."""
-    small = SMALL.get(recipe, [FEW])
+    """As it is shipped but for the number of rows and blocks, on the CPU; every weight of the drafter moves."""
+    small = SMALL.get(recipe, FEW)
     assert place.fit(recipe, *ON_CPU, *SHORT, *small, name=recipe) == 0
     moments = checked(place, recipe)["optimizer_states"][0]["state"].values()
     assert all(moment["exp_avg"].abs().max() > 0 for moment in moments)
@@ -79,7 +79,7 @@ def test_every_trainer_trains(place: Any, trainer: str) -> None:
     """With its own precision, clipping and strategy."""
     name = f"trainer-{trainer}"
     assert (
-        place.fit("dflash", f"trainer={trainer}", *ON_CPU, *SHORT, FEW, "callbacks=[checkpoint_last]", name=name) == 0
+        place.fit("dflash", f"trainer={trainer}", *ON_CPU, *SHORT, *FEW, "callbacks=[checkpoint_last]", name=name) == 0
     )
     checked(place, name)
 
@@ -103,7 +103,7 @@ def test_every_other_option_trains(place: Any, group: str, option: str, monkeypa
         monkeypatch.setattr(lightning_wandb, "_WANDB_AVAILABLE", True)
     chosen = CHOSEN.get((group, option), f"{group}={option}")
     name = f"{group}-{option}"
-    assert place.fit("dflash", "trainer=cpu", chosen, *SHORT, FEW, "trainer.log_every_n_steps=1", name=name) == 0
+    assert place.fit("dflash", "trainer=cpu", chosen, *SHORT, *FEW, "trainer.log_every_n_steps=1", name=name) == 0
     checked(place, name)
     if option == "wandb":
         assert {"train/loss", "decode/tau", "decode/samples"} <= {key for figures in fake.logged for key in figures}
@@ -140,7 +140,7 @@ def test_no_evaluation_from_any_recipe_leaves_a_checkpoint_to_use(
 ) -> None:
     for number, recipe in enumerate(["smoke", "dflash"]):
         name = f"blind-{number}"
-        arguments = place.arguments(recipe, "~callbacks.speculative_eval", *ON_CPU, *SHORT, FEW, name=name)
+        arguments = place.arguments(recipe, "~callbacks.speculative_eval", *ON_CPU, *SHORT, *FEW, name=name)
         assert place.main(["fit", *(a for a in arguments if not a.startswith("callbacks.speculative_eval"))]) == 0
         assert "tau is not measured" in capsys.readouterr().out
         assert sorted(p.name for p in (place.run(name) / "checkpoints").iterdir()) == ["last.ckpt"]
