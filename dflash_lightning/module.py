@@ -292,9 +292,7 @@ class DraftModule(LightningModule):
     def configure_optimizers(self) -> OptimizerLRScheduler:
         total = self.trainer.estimated_stepping_batches
         if math.isinf(total):
-            raise SettingError(
-                "trainer", "the number of steps is unbounded", do="Set trainer.max_epochs or trainer.max_steps"
-            )
+            raise SettingError("trainer", "its length is unbounded", "Set trainer.max_epochs or trainer.max_steps")
         self._change = None
         if self._resumed is not None:
             self._change = length_change(self.optim, int(total), *self._resumed)

@@ -37,7 +37,7 @@ class DraftProposer(Proposer):
 
     The context is everything committed before the root. Prompts are taken in by chunks of ``PROMPT_ROWS``; a round
     takes in what the target computed in the round before and drafts, in one step. Both are functions of static shape,
-    compiled once; the language head runs outside of them, since its rows may be packed. Rows beyond the batch given to
+    compiled once; the language head runs outside of them, since its rows may be prepacked. Rows beyond those of
     ``start`` are padding up to ``batch_size``. ``block_size`` feeds the drafter fewer slots than it was trained with.
     """
 

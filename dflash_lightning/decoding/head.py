@@ -8,13 +8,16 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from dflash_lightning.ops.lm_head import LanguageHead
-from dflash_lightning.ops.packed_linear import pack_linears
+from dflash_lightning.ops.prepacked_linear import prepack_linears
 
 
 @dataclass(eq=False, kw_only=True)
 class DecodingHead(LanguageHead):
-    """A language head whose product is made by a module. Frozen rows may be packed once for the CPU (``pack_linears``):
-    on the full vocabulary of SmolLM2, seven rows take a third of the time. Compiled graphs cannot hold packed rows."""
+    """A language head whose product is made by a module, ``[*rows H]`` to ``[*rows c]``.
+
+    Frozen rows may be prepacked once for the CPU (``prepack_linears``): on the full vocabulary of SmolLM2, seven rows
+    take a third of the time. Compiled graphs cannot hold prepacked rows.
+    """
 
     product: nn.Module
 
@@ -30,5 +33,5 @@ def make_decoding_head(lm: LanguageHead, whole: nn.Module, *, prepacked: bool) -
         product.weight = nn.Parameter(lm.weight.detach(), requires_grad=False)
         if lm.bias is not None:
             product.bias = nn.Parameter(lm.bias.detach(), requires_grad=False)
-        product = pack_linears(product) if prepacked else product
+        product = prepack_linears(product) if prepacked else product
     return DecodingHead(lm.weight, lm.bias, lm.scale, lm.softcap, lm.ids, lm.embedding, product=product)

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from dflash_lightning.ops.packed_linear import can_pack, packed_product
+from dflash_lightning.ops.prepacked_linear import can_prepack, prepacked_product
 from dflash_lightning.ops.shallow_copy import copy_tree
 
 
@@ -25,8 +25,8 @@ class RoundedLinear(nn.Module):
         weight = linear.weight.detach().to(torch.bfloat16)
         bias = None if linear.bias is None else linear.bias.detach().to(torch.bfloat16)
         self.product = (
-            packed_product(weight, bias)
-            if can_pack(weight)
+            prepacked_product(weight, bias)
+            if can_prepack(weight)
             else partial(nn.functional.linear, weight=weight, bias=bias)
         )
 

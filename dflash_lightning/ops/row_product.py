@@ -2,7 +2,7 @@
 
 Decoding reads every weight of the target once per round, and for a handful of rows that reading is all the time it
 should take. No product of PyTorch comes near it: with eight rows of float32, ``F.linear`` takes 1.9x the time of one
-row and oneDNN with packed weights 1.5x, this one 1.0x (SmolLM2-135M, AVX-512, two cores; tests/measure_products.py).
+row and oneDNN with prepacked weights 1.5x, this one 1.0x (SmolLM2-135M, AVX-512, two cores; tests/measure_products.py).
 """
 
 from __future__ import annotations

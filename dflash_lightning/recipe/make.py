@@ -20,7 +20,7 @@ def locate(path: Any) -> Any:
         raise ValueError("it is not a dotted path")
     try:
         home = import_module(module)
-    except ImportError as error:
+    except (ImportError, TypeError) as error:  # TypeError: a class that cannot be defined, a head without ``open``
         raise ValueError(str(error)) from error
     try:
         return getattr(home, name)

@@ -92,6 +92,10 @@ class NodeChecker:
             takes = " or ".join(one.__name__ for one in wanted)
             yield Fault(f"{where}._target_", f"{path!r} makes a {made.__name__}", f"{where} takes a {takes}")
             return
+        if inspect.isclass(made) and inspect.isabstract(made):
+            what = f"{path!r} lacks {', '.join(sorted(madegetattr(, "__abstractmethods__", ())))}, so none can be made"
+            yield Fault(f"{where}._target_", what, "Write what it lacks, or name a class that has it")
+            return
         own = list(self._arguments(node, arguments, where))
         yield from own
         cheap = self.read is by_import and where.partition(".")[0] in _CHEAP

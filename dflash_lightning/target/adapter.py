@@ -11,8 +11,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from dflash_lightning.ops.ancestry import ancestors_or_self
-from dflash_lightning.ops.packed_linear import pack_linears
 from dflash_lightning.ops.plain_mode import plain_mode
+from dflash_lightning.ops.prepacked_linear import prepack_linears
 from dflash_lightning.ops.shallow_copy import copy_tree
 from dflash_lightning.target.attention import GROUPED_SDPA
 from dflash_lightning.target.cache import RowCache
@@ -49,7 +49,7 @@ class TargetAdapter:
         self.lm = target.lm
         anatomy = _decoding_copy(target, prepacked=prepacked)
         head = target.model.get_output_embeddings()
-        self.head: nn.Module = pack_linears(head) if prepacked else head
+        self.head: nn.Module = prepack_linears(head) if prepacked else head
         self._config: Any = anatomy.decoder.config
         self._trunk = Trunk(anatomy, FeatureSpec(spec.layer_ids, last_hidden=True))
         self._cache = RowCache(target.facts.num_layers)
@@ -219,7 +219,7 @@ class TargetAdapter:
 def _decoding_copy(target: FrozenTarget, *, prepacked: bool) -> Anatomy:
     """A copy of the target's decoder that shares its weights and has the attention that decoding needs."""
     anatomy, config = target.anatomy, target.model.config
-    decoder = pack_linears(anatomy.decoder) if prepacked else copy_tree(anatomy.decoder, lambda module: None)
+    decoder = prepack_linears(anatomy.decoder) if prepacked else copy_tree(anatomy.decoder, lambda module: None)
     decoding_config = copy.copy(config)
     decoding_config._attn_implementation = _decoding_attention(target)
     for module in decoder.modules():

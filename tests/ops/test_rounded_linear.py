@@ -17,7 +17,7 @@ def test_factors_are_rounded_and_sums_are_not(
     monkeypatch: pytest.MonkeyPatch, rows: tuple[int, ...], bias: bool, laid_out: bool
 ) -> None:
     if not laid_out:
-        monkeypatch.setattr(rounded_linear, "can_pack", lambda weight: False)
+        monkeypatch.setattr(rounded_linear, "can_prepack", lambda weight: False)
     torch.manual_seed(0)
     linear, x = nn.Linear(48, 36, bias=bias), torch.randn(*rows, 48)
     with torch.no_grad():

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from dflash_lightning.ops import row_product as module
-from dflash_lightning.ops.packed_linear import pack_linears
+from dflash_lightning.ops.prepacked_linear import prepack_linears
 from dflash_lightning.ops.row_product import RowProduct, row_product
 
 needs_kernel = pytest.mark.skipif(row_product() is None, reason="no C++ compiler with OpenMP on this machine")
@@ -96,7 +96,7 @@ def test_without_a_compiler_there_is_one_warning_and_the_same_answers(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     linear, x = nn.Linear(24, 40), torch.randn(8, 24)
     with pytest.warns(UserWarning, match="few rows could not be compiled.*Install a C\\+\\+ compiler") as caught:
-        packed = [pack_linears(linear), pack_linears(linear)]
+        packed = [prepack_linears(linear), prepack_linears(linear)]
     assert len(caught) == 1
     with torch.no_grad():
         for copy in packed:

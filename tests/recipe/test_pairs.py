@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -168,3 +169,34 @@ def test_what_goes_together_is_let_through(faults_with: Any) -> None:
     together = {"head": "Speaking", "loss__own": "Listening", "decoding__policy": "Reading"}
     assert faults_with(**together) == []
     assert faults_with(decoding__builder="Tree", decoding__verifier="OnlyRules") == []
+
+
+NEITHER = """from dflash_lightning.head import DraftHead
+
+
+class Half(DraftHead):
+    def build(self, config):
+        pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ("", r"^head\._target_: 'half_head\.Half' lacks open, outputs, so none can be made\. Write what it lacks"),
+        (
+            "\n    def outputs(self, hidden, layout, lm):\n        return None\n",
+            r"^head\._target_: 'half_head\.Half' does not import \(Half brings its own 'outputs' .* Define both",
+        ),
+    ],
+)
+def test_a_head_without_open_is_a_fault_of_the_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: str, words: str
+) -> None:
+    (tmp_path / "half_head.py").write_text(NEITHER + more)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "half_head", raising=False)
+    found = [str(fault) for fault in list_faults(load_recipe("dflash", ["head._target_=half_head.Half"]))]
+    sys.modules.pop("half_head", None)
+    (fault,) = [text for text in found if text.startswith("head")]
+    assert re.search(words, fault), fault

@@ -9,7 +9,7 @@ import torch
 
 from dflash_lightning.errors import SettingError
 from dflash_lightning.ops.cpu_speed import bfloat16_is_fast
-from dflash_lightning.ops.packed_linear import pack_linears
+from dflash_lightning.ops.prepacked_linear import prepack_linears
 from dflash_lightning.ops.rounded_linear import round_linears
 from dflash_lightning.target import FrozenTarget
 from dflash_lightning.target.families import Anatomy
@@ -58,7 +58,7 @@ def with_products(target: FrozenTarget, products: FeatureProducts, *, exact: boo
     if products is None:
         return target
     other, anatomy = copy.copy(target), target.anatomy
-    decoder = (round_linears if products == "bfloat16" else pack_linears)(anatomy.decoder)
+    decoder = (round_linears if products == "bfloat16" else prepack_linears)(anatomy.decoder)
     other.anatomy = Anatomy(decoder, anatomy.layers_name, anatomy.norm_name)
     other.products = torch.bfloat16 if products == "bfloat16" else target.dtype
     other._trunks = {}
