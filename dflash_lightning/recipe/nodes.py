@@ -93,7 +93,8 @@ class NodeChecker:
             yield Fault(f"{where}._target_", f"{path!r} makes a {made.__name__}", f"{where} takes a {takes}")
             return
         if inspect.isclass(made) and inspect.isabstract(made):
-            what = f"{path!r} lacks {', '.join(sorted(madegetattr(, "__abstractmethods__", ())))}, so none can be made"
+            lacks = ", ".join(sorted(getattr(made, "__abstractmethods__", ())))
+            what = f"{path!r} lacks {lacks}, so none can be made"
             yield Fault(f"{where}._target_", what, "Write what it lacks, or name a class that has it")
             return
         own = list(self._arguments(node, arguments, where))
