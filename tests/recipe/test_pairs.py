@@ -150,6 +150,16 @@ def test_the_recipe_without_them_has_no_fault(faults_with: Any) -> None:
             ("decoding.policy: ", "Reading reads the signals tide", "head offers none", "Use"),
         ),
         (
+            {},
+            ["conditioning=carryover", "trainer.accumulate_grad_batches=2"],
+            ("trainer.accumulate_grad_batches: ", "2", "'carryover'", "Use 1"),
+        ),
+        (
+            {},
+            ["conditioning=carryover", "block=tokens", "drafter=causal_transformer"],
+            ("conditioning: ", "'carryover'", "'causal_transformer'", "Use"),
+        ),
+        (
             {"decoding__policy": "Looking", "decoding__verifier": "ByChance"},
             ["decoding.temperature=1"],
             ("decoding.policy: ", "Looking looks at the drafts that it cuts", "ByChance rejects", "Use"),
