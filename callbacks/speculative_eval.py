@@ -21,8 +21,8 @@ from dflash_lightning.callbacks.stopping import last_checkpoint, may_end_at_once
 from dflash_lightning.data import left_out_line, load_prompts, render_prompt
 from dflash_lightning.decoding import DecodeStats, DecodingSettings
 from dflash_lightning.decoding.evaluation import Evaluation, Evaluator
+from dflash_lightning.decoding.metric import SpeculativeMetric
 from dflash_lightning.errors import SettingError
-from dflash_lightning.metric import SpeculativeMetric
 from dflash_lightning.module import DraftModule
 from dflash_lightning.progress import print_line
 from dflash_lightning.target.room import check_room

@@ -12,6 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
 
+from dflash_lightning.errors import SettingError
+
 PACKAGE_PREFIX = "package://"
 # What a run folder holds; every part that finds a run knows it by these.
 STATE_FILE = "run.json"  # of a run folder
@@ -66,17 +68,19 @@ class DraftOrigin:
         if isinstance(stated, str):
             return cls(stated)
         if unknown := sorted(set(stated) - {"path", "parts", "change"}):
-            raise ValueError(f"init_from.{unknown[0]}: unknown key. {_HOW}.")
+            raise SettingError(f"init_from.{unknown[0]}", "unknown key", do=_HOW)
         if not isinstance(stated.get("path"), str):
-            raise ValueError(f"init_from.path: {stated.get('path')!r} is no path. {_HOW}.")
+            raise SettingError("init_from.path", f"{stated.get('path')!r} is no path", do=_HOW)
         parts, change = stated.get("parts"), stated.get("change")
         for key, names in (("parts", parts), ("change", change)):
             if names is not None and not (isinstance(names, list | tuple) and all(isinstance(n, str) for n in names)):
-                raise ValueError(f"init_from.{key}: {names!r} is no list of names. {_HOW}.")
+                raise SettingError(f"init_from.{key}", f"{names!r} is no list of names", do=_HOW)
         if strange := [part for part in parts or () if part not in DRAFT_PARTS]:
-            raise ValueError(f"init_from.parts: {strange} are no parts of a drafter. Use some of {list(DRAFT_PARTS)}.")
+            raise SettingError(
+                "init_from.parts", f"{strange} are no parts of a drafter", allowed=f"Use some of {list(DRAFT_PARTS)}"
+            )
         if parts is not None and not parts:
-            raise ValueError("init_from.parts: nothing is taken over. Name a part, or set init_from=null.")
+            raise SettingError("init_from.parts", "nothing is taken over", do="Name a part, or set init_from=null")
         return cls(stated["path"], DRAFT_PARTS if parts is None else tuple(parts), tuple(change or ()))
 
 

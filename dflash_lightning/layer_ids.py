@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import pairwise
 
+from dflash_lightning.errors import SettingError
+
 
 def spaced_layer_ids(num_target_layers: int, num_features: int) -> list[int]:
     """The formula of DFlash's released code as it stands, whether or not the target has layers enough for it.
@@ -28,9 +30,11 @@ def default_layer_ids(num_target_layers: int, num_features: int) -> list[int]:
             f"Set conditioning.num_features=1, or name the layers: conditioning.target_layer_ids="
             f"{_evenly(num_target_layers, num_features)} (0..{num_target_layers - 1})."
         )
-        raise ValueError(
-            f"conditioning.num_features: {num_features} evenly spaced layers, the last one three before the end, "
-            f"do not fit into a target of {num_target_layers} decoder layers (they would be {ids}). {advice}"
+        raise SettingError(
+            "conditioning.num_features",
+            f"{num_features} evenly spaced layers, the last one three before the end, do not fit into a target of "
+            f"{num_target_layers} decoder layers (they would be {ids})",
+            do=advice,
         )
     return ids
 
@@ -45,12 +49,14 @@ def check_layer_ids(layer_ids: Iterable[int], num_target_layers: int, *, name: s
     advice = f"Leave it null for the method's own choice, or use for example {_evenly(n, len(ids))}."
     for i in ids:
         if not 0 <= i < n:
-            raise ValueError(
-                f"conditioning.target_layer_ids: {ids} asks for layer {i}, but {name} has {n} decoder layers "
-                f"(0..{n - 1}; id i is the output of layer i). {advice}"
+            raise SettingError(
+                "conditioning.target_layer_ids",
+                f"{ids} asks for layer {i}, but {name} has {n} decoder layers (0..{n - 1}; id i is the output of "
+                "layer i)",
+                do=advice,
             )
     if len(set(ids)) != len(ids):
-        raise ValueError(f"conditioning.target_layer_ids: {ids} names a layer twice. {advice}")
+        raise SettingError("conditioning.target_layer_ids", f"{ids} names a layer twice", do=advice)
 
 
 def _evenly(num_target_layers: int, count: int) -> list[int]:

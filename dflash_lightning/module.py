@@ -22,6 +22,7 @@ from dflash_lightning.block import BlockConstructor
 from dflash_lightning.conditioning import Conditioning
 from dflash_lightning.draft_config import DraftConfig
 from dflash_lightning.drafter import Drafter
+from dflash_lightning.errors import SettingError
 from dflash_lightning.head import DraftHead
 from dflash_lightning.loss import LossTerm
 from dflash_lightning.model import DraftModel
@@ -76,8 +77,8 @@ class DraftModule(LightningModule):
     ) -> None:
         super().__init__()
         if not loss:
-            raise ValueError(
-                "loss: no term is given, so there is nothing to train on. Add one, e.g. loss=cross_entropy."
+            raise SettingError(
+                "loss", "no term is given, so there is nothing to train on", do="Add one, e.g. loss=cross_entropy"
             )
         self.target = target
         self.block = block
@@ -291,7 +292,9 @@ class DraftModule(LightningModule):
     def configure_optimizers(self) -> OptimizerLRScheduler:
         total = self.trainer.estimated_stepping_batches
         if math.isinf(total):
-            raise ValueError("trainer: the number of steps is unbounded. Set trainer.max_epochs or trainer.max_steps.")
+            raise SettingError(
+                "trainer", "the number of steps is unbounded", do="Set trainer.max_epochs or trainer.max_steps"
+            )
         self._change = None
         if self._resumed is not None:
             self._change = length_change(self.optim, int(total), *self._resumed)

@@ -176,9 +176,11 @@ def check_conditioning(conditioning: Conditioning) -> None:
 def check_drafter(drafter: Drafter, conditioning: Conditioning | None = None) -> None:
     """A block has the same hidden states in training and in decoding, before the first round and after one.
 
-    ``conditioning`` is for drafters that need one of a kind; null is ``KVInjection``.
+    Null takes ``KVInjection``, or the first registered conditioning that provides what the drafter needs.
     """
-    parts: dict[str, Any] = {} if conditioning is None else {"conditioning": conditioning}
+    able: list[Any] = [KVInjection, *Conditioning.registry.values()]
+    kind = next(part for part in able if drafter.needs <= part.provides)
+    parts: dict[str, Any] = {"conditioning": kind(target_layer_ids=[1, 3]) if conditioning is None else conditioning}
     if drafter.inputs == "tokens":
         parts["block"] = Anchored(block_size=4, num_anchors=_LENGTH, label_layout="anchor_first", inputs="tokens")
     _check_parts(drafter=drafter, **parts)

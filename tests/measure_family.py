@@ -94,7 +94,7 @@ def measure(name: str, folder: Path) -> list[dict[str, Any]]:
     parts.trainer.fit(parts.module, datamodule=parts.data)
     draft = parts.module.draft_model.eval()
     prompts = [
-        render_prompt(parts.target, prompt, draft.config.chat_template_kwargs)
+        render_prompt(parts.target.tokenizer, prompt, **(draft.config.chat_template_kwargs or {}))
         for prompt in load_prompts(f"{DATA}/test.jsonl")[:PROMPTS]
     ]
     rows = []

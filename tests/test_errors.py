@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+import re
+from pathlib import Path
+
 import pytest
 
+import dflash_lightning
 from dflash_lightning.errors import SettingError
 from dflash_lightning.recipe.faults import fault_of
 
@@ -36,3 +41,18 @@ def test_other_errors_are_read_as_sentences() -> None:
     assert (fault.where, fault.what, fault.do) == ("head.rank", "0 is no rank", "Use 1 or more")
     plain = fault_of(ValueError("something is wrong"), "head")
     assert (plain.where, plain.what, plain.do) == ("head", "something is wrong", "Change it")
+
+
+KEY = re.compile(r"(block|conditioning|drafter|head|loss|decoding|optim|trainer|init_from|draft_vocabulary)(\.|: )")
+PARTS = ("block", "conditioning", "drafter", "head", "loss", "decoding", "training", "model")
+
+
+def test_what_is_wrong_with_a_setting_is_said_in_fields_and_not_in_a_sentence() -> None:
+    """A sentence would have to be parsed to become a fault of a recipe."""
+    package = Path(dflash_lightning.__file__).parent
+    files = [package / "module.py", *(file for part in PARTS for file in (package / part).rglob("*.py"))]
+    raised = [node for file in files for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Raise)]
+    assert len(files) > 50 and len(raised) > 50, "the walk found almost nothing: it tests nothing"
+    calls = [node.exc for node in raised if isinstance(node.exc, ast.Call)]
+    plain = [ast.unparse(call.args[0]) for call in calls if ast.unparse(call.func) == "ValueError" and call.args]
+    assert [sentence for sentence in plain if KEY.match(sentence.lstrip("f").strip("'\""))] == []

@@ -20,7 +20,7 @@ _BASE = {"types", "schedule", "component", "draft_config", "files", "progress", 
 _OPS = _BASE | {"ops"}
 _TARGET = _OPS | {"target"}
 _MODEL = _TARGET | {*AXES, "model"}
-_RUN = _MODEL | {"decoding", "metric", "training", "module", "data"}
+_RUN = _MODEL | {"decoding", "training", "module", "data"}
 _RECIPE = _RUN | {"callbacks", "export", "regenerate", "recipe"}
 ALLOWED = {
     **{part: _BASE for part in _BASE},
@@ -29,7 +29,6 @@ ALLOWED = {
     **{axis: _TARGET for axis in AXES},
     "model": _MODEL,
     "decoding": _MODEL,
-    "metric": _MODEL | {"decoding"},
     "training": _MODEL,
     "data": _MODEL,
     "module": _MODEL | {"training"},
@@ -50,13 +49,15 @@ LIBRARIES = {
     "hydra": {"recipe"},
     "omegaconf": {"recipe", "run", "commands"},
     "transformers": {"draft_config", "target", "model", "data", "export", "regenerate"},
-    "torch.distributed": {"module", "training", "metric", "callbacks"},
+    "torch.distributed": {"module", "training", "callbacks"},
 }
 # Files that answer before anything heavy is loaded import inside functions, on purpose.
 LAZY = {"__init__.py", "cli.py"}
 METHODS = [
     *("dspark", "domino", "dflare", "dfly", "dbloom", "jetspec", "xpress", "eagle", "dpace", "d_pace", "d-pace"),
     *("flexdraft", "peft_bd", "gravity", "longspark", "h_spec", "dblast", "adaflash", "specforge", "medusa"),
+    *("ddtree", "tsubame", "carryover", "carry_over", "markov", "input_fusion", "layer_mix", "target_tail", "kl_"),
+    *("forward_kl", "reverse_kl", "block_verification", "dflash_ar", "causal_transformer", "feedback_transformer"),
 ]
 
 
@@ -141,11 +142,17 @@ def test_no_file_is_longer_than_350_lines(path: Path) -> None:
     assert len(path.read_text(encoding="utf-8").splitlines()) <= 350
 
 
-@pytest.mark.parametrize("name", ["module.py", "model/model.py", "decoding/loop.py"])
+CORE = [
+    *("module.py", "model/model.py", "model/config.py", "model/origin.py", "model/start.py", "training/guard.py"),
+    *("decoding/loop.py", "decoding/decoder.py", "decoding/draft_proposer.py", "decoding/parts.py", "decoding/cut.py"),
+]
+
+
+@pytest.mark.parametrize("name", CORE)
 def test_the_core_names_no_method(name: str) -> None:
     # Docstrings may cite a paper by its method; code may not name one, nor may a message.
     code = ast.unparse(_without_docstrings(ast.parse((PACKAGE / name).read_text(encoding="utf-8"))))
-    assert len(code) > 1000, "the file is nearly empty: this tests nothing"
+    assert len(code) > 500, "the file is nearly empty: this tests nothing"
     text = code.lower().replace("dflash_lightning", "")
     assert [method for method in [*METHODS, "dflash"] if method in text] == []
 

@@ -53,11 +53,12 @@ class Anchored(BlockConstructor):
         self.label_layout = label_layout
         self.inputs = inputs
         if inputs not in get_args(SlotInputs):
-            raise ValueError(f"block.inputs: {inputs!r} is unknown. Use one of {list(get_args(SlotInputs))}.")
+            raise SettingError("block.inputs", f"{inputs!r} is unknown", f"Use one of {list(get_args(SlotInputs))}")
         if inputs == "tokens" and label_layout != "anchor_first":
-            raise ValueError(
-                f"block.inputs: tokens, but with label_layout {label_layout!r} a slot would be fed the token that it "
-                "predicts. Set block.label_layout=anchor_first."
+            raise SettingError(
+                "block.inputs",
+                f"tokens, but with label_layout {label_layout!r} a slot would be fed the token that it predicts",
+                do="Set block.label_layout=anchor_first",
             )
 
     def eligible_anchors(self, loss_mask: Bool[Tensor, " S"]) -> Int[Tensor, " n"]:

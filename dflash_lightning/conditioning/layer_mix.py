@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from dflash_lightning.conditioning.rows import RowConditioning, Rows
 from dflash_lightning.draft_config import DraftConfig
+from dflash_lightning.errors import SettingError
 from dflash_lightning.layer_ids import default_layer_ids
 from dflash_lightning.ops.context import ContextAttention
 from dflash_lightning.ops.language_head import LanguageHead
@@ -58,11 +59,13 @@ class LayerMix(RowConditioning):
     ) -> None:
         super().__init__()
         if num_features < 1:
-            raise ValueError(
-                f"conditioning.num_features: {num_features} taps no target layer. Use 1 or more (DFlare uses 9)."
+            raise SettingError(
+                "conditioning.num_features",
+                f"{num_features} taps no target layer",
+                "Use 1 or more (DFlare uses 9)",
             )
         if start not in ("peak", "distance"):
-            raise ValueError(f"conditioning.start: {start!r} is unknown. Use 'peak' or 'distance'.")
+            raise SettingError("conditioning.start", f"{start!r} is unknown", allowed="Use 'peak' or 'distance'")
         self.target_layer_ids = target_layer_ids
         self.num_features = num_features
         self.start = start
@@ -140,8 +143,9 @@ def copy_weight(name: str, source: Mapping[str, Tensor], module: nn.Module) -> N
     found, weight = source.get(name), module.get_parameter("weight")
     if found is None or found.shape != weight.shape:
         shape = None if found is None else tuple(found.shape)
-        raise ValueError(
-            f"conditioning: a warm start needs {name} of shape {tuple(weight.shape)} in the target's last layers, "
-            f"found {shape}. Set drafter.init_from_target=false."
+        raise SettingError(
+            "conditioning",
+            f"a warm start needs {name} of shape {tuple(weight.shape)} in the target's last layers, found {shape}",
+            do="Set drafter.init_from_target=false",
         )
     weight.copy_(found)

@@ -14,6 +14,7 @@ from dflash_lightning.decoding.settings import DecodingSettings
 from dflash_lightning.decoding.stats import DecodeStats
 from dflash_lightning.decoding.types import Generation
 from dflash_lightning.decoding.watch import watching
+from dflash_lightning.errors import SettingError
 from dflash_lightning.model import DraftModel
 from dflash_lightning.target import FrozenTarget
 from dflash_lightning.target.reference import generate_plainly
@@ -96,8 +97,10 @@ def check_greedy(settings: DecodingSettings) -> None:
         ValueError: they sample.
     """
     if settings.temperature != 0.0:
-        raise ValueError(
-            f"decoding.temperature: {settings.temperature} draws different texts per decoder. Time at temperature 0."
+        raise SettingError(
+            "decoding.temperature",
+            f"{settings.temperature} draws different texts per decoder",
+            do="Time at temperature 0",
         )
 
 

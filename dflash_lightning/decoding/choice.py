@@ -22,7 +22,7 @@ def named_part(axis: str, value: Any) -> Any:
     """
     if value is not None and not isinstance(value, str | _AXES[axis]):
         wanted = _AXES[axis].__name__
-        raise ValueError(f"decoding.{axis}: {type(value).__name__} is no {axis}. Use a {wanted}, or null.")
+        raise SettingError(f"decoding.{axis}", f"{type(value).__name__} is no {axis}", do=f"Use a {wanted}, or null")
     if not isinstance(value, str):
         return value
     registry = _AXES[axis].registry

@@ -23,6 +23,7 @@ from dflash_lightning.decoding.sequential_proposer import SequentialProposer
 from dflash_lightning.decoding.stats import DecodeStats
 from dflash_lightning.decoding.types import Generation
 from dflash_lightning.decoding.verifier import MatchVerifier, Verifier
+from dflash_lightning.errors import SettingError
 from dflash_lightning.model import DraftModel
 from dflash_lightning.ops.plain_mode import plain_mode
 from dflash_lightning.target import FrozenTarget, TargetAdapter
@@ -85,9 +86,10 @@ class SpeculativeDecoder:
                 builder, verifier, policy = BestChain(), MatchVerifier(), None
             sampler = Sampler(sampling, Noise(sampling.seed))
             if adapter.max_batch is not None and batch_size > adapter.max_batch:
-                raise ValueError(
-                    f"decoding.batch_size: {batch_size}, but {target.facts.name} can decode {adapter.max_batch} texts "
-                    f"at once. Use {adapter.max_batch} or fewer."
+                raise SettingError(
+                    "decoding.batch_size",
+                    f"{batch_size}, but {target.facts.name} can decode {adapter.max_batch} texts at once",
+                    allowed=f"Use {adapter.max_batch} or fewer",
                 )
             own_policy = copy.deepcopy(policy)  # it may keep what it has seen
             self.parts = DecodeParts(adapter, self.proposer, builder, verifier, sampler, own_policy)

@@ -17,6 +17,7 @@ from dflash_lightning.decoding.compiled import CANNOT_COMPILE, GraphCounter, war
 from dflash_lightning.decoding.head import DecodingHead
 from dflash_lightning.decoding.proposer import Proposer
 from dflash_lightning.decoding.types import Round, Verdict
+from dflash_lightning.errors import SettingError
 from dflash_lightning.model import DraftModel
 from dflash_lightning.ops.row_product import RowProduct, can_multiply
 from dflash_lightning.ops.shallow_copy import copy_tree
@@ -210,9 +211,10 @@ def num_drafts(draft: DraftModel, block_size: int | None) -> int:
     if block_size is None:
         return own.num_drafts
     if not 2 <= block_size <= own.block_size:
-        raise ValueError(
-            f"decoding.block_size: {block_size} slots, but the drafter was trained with {own.block_size}. Use a number "
-            f"from 2 to {own.block_size}, or null for all of them."
+        raise SettingError(
+            "decoding.block_size",
+            f"{block_size} slots, but the drafter was trained with {own.block_size}",
+            allowed=f"Use a number from 2 to {own.block_size}, or null for all of them",
         )
     return dataclasses.replace(own, block_size=block_size).num_drafts
 

@@ -82,8 +82,8 @@ class BlockTransformer(Drafter):
                 f"Use a multiple of num_kv_heads, or leave both null ({facts.num_heads} and {facts.num_kv_heads})",
             )
         if head_dim < 2 or head_dim % 2:
-            raise ValueError(
-                f"drafter.head_dim: {head_dim} must be even and positive, because features rotate in pairs."
+            raise SettingError(
+                "drafter.head_dim", f"{head_dim} must be even and positive, because features rotate in pairs"
             )
         return {
             "num_hidden_layers": self.num_layers,

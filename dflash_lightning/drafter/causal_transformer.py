@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dflash_lightning.drafter.block_transformer import BlockTransformer
 from dflash_lightning.drafter.sequential import Advance, SequentialDrafter
+from dflash_lightning.errors import SettingError
 from dflash_lightning.ops.chains import Chain
 from dflash_lightning.ops.context import ContextState, KVSource
 from dflash_lightning.ops.rotary import make_rotation
@@ -73,7 +74,8 @@ class CausalTransformer(BlockTransformer, SequentialDrafter):
     def _check(self) -> None:
         super()._check()
         if self.is_causal is False:
-            raise ValueError(
-                f"drafter.is_causal: false, but slots of {self.name!r} are run one after the other and cannot see "
-                "later ones. Leave it null, or use the drafter block_transformer."
+            raise SettingError(
+                "drafter.is_causal",
+                f"false, but slots of {self.name!r} are run one after the other and cannot see later ones",
+                do="Leave it null, or use the drafter block_transformer",
             )

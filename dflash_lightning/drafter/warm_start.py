@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from dflash_lightning.drafter.layer import ACTIVATIONS, DraftLayer
+from dflash_lightning.errors import SettingError
 from dflash_lightning.types import TargetFacts
 
 # Families whose norms multiply by (1 + weight): their norm weights mean something else in a draft layer.
@@ -22,9 +23,10 @@ def check_source(facts: TargetFacts) -> None:
     elif facts.hidden_act not in ACTIVATIONS:
         reason = f"its activation {facts.hidden_act!r} is none of {sorted(ACTIVATIONS)}"
     if reason is not None:
-        raise ValueError(
-            f"drafter.init_from_target: draft layers cannot start from {facts.name} ({facts.model_type}): {reason}. "
-            "Set init_from_target=false."
+        raise SettingError(
+            "drafter.init_from_target",
+            f"draft layers cannot start from {facts.name} ({facts.model_type}): {reason}",
+            do="Set init_from_target=false",
         )
 
 

@@ -9,6 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from dflash_lightning.draft_config import DraftConfig
+from dflash_lightning.errors import SettingError
 from dflash_lightning.head.base import DraftHead, HeadOutput
 from dflash_lightning.ops.lm_head import LanguageHead, View
 from dflash_lightning.types import BlockLayout, Scores
@@ -53,9 +54,9 @@ class MarkovHead(DraftHead):
     ) -> None:
         super().__init__()
         if rank < 1:
-            raise ValueError(f"head.rank: {rank} knows nothing of a token. Use 1 or more (DSpark uses 256).")
+            raise SettingError("head.rank", f"{rank} knows nothing of a token", "Use 1 or more (DSpark uses 256)")
         if variant not in get_args(Variant):
-            raise ValueError(f"head.variant: {variant!r} is unknown. Use one of {list(get_args(Variant))}.")
+            raise SettingError("head.variant", f"{variant!r} is unknown", f"Use one of {list(get_args(Variant))}")
         self.rank = rank
         self.variant: Variant = variant
         self.confidence = confidence

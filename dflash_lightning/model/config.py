@@ -87,7 +87,7 @@ def check_parts(block: BlockConstructor, conditioning: Conditioning, drafter: Dr
         raise SettingError(
             "conditioning",
             f"drafter {drafter.name!r} reads {sorted(missing)}, which {conditioning.name!r} does not provide",
-            do=f"{advice}",
+            do=advice,
         )
 
 
@@ -98,15 +98,19 @@ def _check_slots(block: BlockConstructor, drafter: Drafter, head: DraftHead) -> 
             "masks": "Set block.inputs=masks, or use a drafter that runs token by token",
             "tokens": "Use block=anchored block.inputs=tokens block.label_layout=anchor_first, or another drafter",
         }
-        raise ValueError(
-            f"block.inputs: slots hold {block.inputs} in training, but in decoding drafter {drafter.name!r} is fed "
-            f"{held[drafter.inputs]}. {advice[drafter.inputs]}."
+        raise SettingError(
+            "block.inputs",
+            f"slots hold {block.inputs} in training, but in decoding drafter {drafter.name!r} is fed "
+            f"{held[drafter.inputs]}",
+            do=advice[drafter.inputs],
         )
     if isinstance(drafter, SequentialDrafter) and not head.per_slot:
         able = sorted(name for name, part in DraftHead.registry.items() if getattr(part, "per_slot", False))
-        raise ValueError(
-            f"head: drafter {drafter.name!r} runs a block slot by slot, and head {head.name!r} reads more than one "
-            f"slot's hidden state. Use one of {able}, or a drafter that runs a block at once."
+        raise SettingError(
+            "head",
+            f"drafter {drafter.name!r} runs a block slot by slot, and head {head.name!r} reads more than one slot's "
+            "hidden state",
+            allowed=f"Use one of {able}, or a drafter that runs a block at once",
         )
 
 

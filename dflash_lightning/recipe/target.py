@@ -14,7 +14,9 @@ from dflash_lightning.recipe.nodes import faults_of
 from dflash_lightning.recipe.tree import holds_unknown, mapping_at, select
 from dflash_lightning.target import load_target
 from dflash_lightning.target.preview import TargetPreview, preview
+from dflash_lightning.target.room import most_new_tokens
 from dflash_lightning.training.requirements import check_accumulation, check_signals
+from dflash_lightning.types import Alignment
 
 _PARTS = ("block", "conditioning", "drafter", "head")
 _LOADED_BY = f"{load_target.__module__}.{load_target.__name__}"
@@ -49,7 +51,7 @@ def target_faults(tree: dict[str, Any], *, local: bool = True) -> Iterator[Fault
     if found is None:
         return
     yield from _part_faults(plan, found)
-    yield from _length_faults(tree, found)
+    yield from _length_faults(tree, plan, found)
 
 
 def _is_usual(node: dict[str, Any]) -> bool:
@@ -71,15 +73,17 @@ def _part_faults(plan: DraftPlan, found: TargetPreview) -> Iterator[Fault]:
                 yield fault
 
 
-def _length_faults(tree: dict[str, Any], found: TargetPreview) -> Iterator[Fault]:
+def _length_faults(tree: dict[str, Any], plan: DraftPlan, found: TargetPreview) -> Iterator[Fault]:
     length = mapping_at(tree, "data").get("max_length")
     if isinstance(length, int):
         processing = Processing(length, "right", "all_turns", {}, 0)
         yield from faults_of(partial(processing.check_target, found.text), "data.max_length")
-    positions, block = found.facts.max_positions, mapping_at(tree, "block").get("block_size")
+    positions, block = found.facts.max_positions, plan.block
+    drafts = Alignment(block.block_size, 0, block.label_layout).num_drafts
+    most = most_new_tokens(1, positions, drafts)  # behind the shortest prompt
     for pattern in ("decoding.max_new_tokens", "callbacks.*.decoding.max_new_tokens"):
         for where, answer in select(tree, pattern):
-            if isinstance(answer, int) and isinstance(block, int) and answer + block >= positions:
+            if isinstance(answer, int) and answer > most:
                 what = f"{answer} leaves no position for a prompt: {found.facts.name} has {positions}"
-                yield Fault(where, what, f"Use less than {positions - block}")
+                yield Fault(where, what, f"Use {most} or less, and much less for long prompts")
                 return  # the callbacks' is most often the same one

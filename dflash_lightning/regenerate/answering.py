@@ -13,6 +13,7 @@ from dflash_lightning.data.read.conversation import ChatRenderer, UnusableRow
 from dflash_lightning.data.read.messages import Message
 from dflash_lightning.decoding import DecodingSettings, Generation, SpeculativeDecoder
 from dflash_lightning.decoding.verifier import MatchVerifier, Verifier
+from dflash_lightning.errors import SettingError
 from dflash_lightning.model import DraftModel
 from dflash_lightning.regenerate.draft_trial import TRIAL_ROWS, DraftTrial, run_trial
 from dflash_lightning.regenerate.prompt_script import Failure, Script
@@ -108,9 +109,11 @@ def by_equality(decoding: DecodingSettings) -> DecodingSettings:
     if decoding.verifier is None:
         return dataclasses.replace(decoding, verifier=MatchVerifier())
     if not isinstance(decoding.verifier, Verifier) or not decoding.verifier.repeatable:
-        raise ValueError(
-            f"decoding.verifier: {type(decoding.verifier).__name__} rejects drafts by chance, so that answers would "
-            "depend on whether a draft is used. Use match, or null."
+        raise SettingError(
+            "decoding.verifier",
+            f"{type(decoding.verifier).__name__} rejects drafts by chance, so that answers would depend on whether a "
+            "draft is used",
+            do="Use match, or null",
         )
     return decoding
 

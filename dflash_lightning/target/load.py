@@ -14,6 +14,7 @@ from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PretrainedConfig
 
+from dflash_lightning.errors import SettingError
 from dflash_lightning.ops.cpu_speed import bfloat16_is_slow
 from dflash_lightning.target.bars import patient_bars
 from dflash_lightning.target.checkpoint import load_model
@@ -57,7 +58,7 @@ def load_target(
             not those that the configuration describes, or the start-up self-check fails.
     """
     if dtype not in DTYPES:
-        raise ValueError(f"target.dtype: {dtype!r} is unknown. Use one of {list(DTYPES)}.")
+        raise SettingError("target.dtype", f"{dtype!r} is unknown", allowed=f"Use one of {list(DTYPES)}")
     if isinstance(device_map, dict):
         check_one_device(device_map.values())
     where = locate(source)

@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 from transformers import PreTrainedTokenizerBase
 
+from dflash_lightning.errors import SettingError
 from dflash_lightning.target.families import setting
 from dflash_lightning.target.frozen import FrozenTarget
 from dflash_lightning.types import TargetFacts
@@ -41,9 +42,10 @@ def choose_mask_token_id(target: FrozenTarget, used_ids: UsedIds = frozenset()) 
             if str(tokenizer.convert_ids_to_tokens(token_id)) not in target.chat_template_text:
                 return token_id
     unused = [row for row in rows if row not in used_ids and row not in reserved][-5:]
-    raise ValueError(
-        f"block.mask_token_id: {facts.name} has no embedding row beyond its {facts.num_tokens} tokens and no unused "
-        f"special token. Name the id of a token that never occurs in your data, for example one of {unused}."
+    raise SettingError(
+        "block.mask_token_id",
+        f"{facts.name} has no embedding row beyond its {facts.num_tokens} tokens and no unused special token",
+        do=f"Name the id of a token that never occurs in your data, for example one of {unused}",
     )
 
 
@@ -68,9 +70,10 @@ def check_mask_token_id(mask_token_id: int, target: FrozenTarget, used_ids: Used
 def check_mask_row(mask_token_id: int, facts: TargetFacts) -> None:
     """Refuse a mask id without a row; the target's sizes alone tell."""
     if not 0 <= mask_token_id < facts.vocab_size:
-        raise ValueError(
-            f"block.mask_token_id: {mask_token_id} is outside the embedding of {facts.name} (rows "
-            f"0..{facts.vocab_size - 1}). Leave it null to have an unused row chosen."
+        raise SettingError(
+            "block.mask_token_id",
+            f"{mask_token_id} is outside the embedding of {facts.name} (rows 0..{facts.vocab_size - 1})",
+            do="Leave it null to have an unused row chosen",
         )
 
 

@@ -12,6 +12,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
 
+from dflash_lightning.errors import SettingError
+
 _SHOWN_DOCUMENTS = 8
 
 
@@ -156,14 +158,18 @@ def check_trainer(trainer: Trainer, model: nn.Module) -> None:
         ValueError: its strategy shards parameters, or its precision does not keep them in float32.
     """
     if not isinstance(trainer.strategy, (SingleDeviceStrategy, DDPStrategy)):
-        raise ValueError(
-            f"trainer.strategy: {type(trainer.strategy).__name__} is not supported: it shards or rewrites parameters "
-            "that are read by name here. A drafter is small: use one device or trainer.strategy=ddp."
+        raise SettingError(
+            "trainer.strategy",
+            f"{type(trainer.strategy).__name__} is not supported: it shards or rewrites parameters that are read by "
+            "name here",
+            do="A drafter is small: use one device or trainer.strategy=ddp",
         )
     if any(p.dtype != torch.float32 for p in model.parameters()):
-        raise ValueError(
-            f"trainer.precision: {trainer.precision} does not keep the drafter's weights in float32 (in "
-            "half precision small updates are lost: norm weights would stay exactly 1). Use bf16-mixed or 32-true."
+        raise SettingError(
+            "trainer.precision",
+            f"{trainer.precision} does not keep the drafter's weights in float32 (in half precision small updates "
+            "are lost: norm weights would stay exactly 1)",
+            do="Use bf16-mixed or 32-true",
         )
 
 

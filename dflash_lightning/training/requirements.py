@@ -30,10 +30,11 @@ def check_labels(
         if term.labels != "samples":
             continue
         if (reason := why_not_samples(term.temperature)) is not None:
-            raise ValueError(
-                f"loss.{name}: needs responses drawn from the target's whole law at temperature {term.temperature:g}, "
-                f"but data.train holds {reason} (its .meta.json says so). Regenerate them at temperature "
-                f"{term.temperature:g} without top_k and top_p, or use another loss."
+            raise SettingError(
+                f"loss.{name}",
+                f"needs responses drawn from the target's whole law at temperature {term.temperature:g}, but "
+                f"data.train holds {reason} (its .meta.json says so)",
+                do=f"Regenerate them at temperature {term.temperature:g} without top_k and top_p, or use another loss",
             )
         if unknown:
             rank_zero_warn(
@@ -53,9 +54,10 @@ def check_teacher(terms: Mapping[str, LossTerm], products: str | None) -> None:
     """
     asking = [name for name, term in terms.items() if term.required().last_hidden]
     if asking and products == "bfloat16":
-        raise ValueError(
-            f"data.feature_products: bfloat16 rounds the hidden states from which loss.{asking[0]} takes the target's "
-            "law. Set it to auto, float32 or null."
+        raise SettingError(
+            "data.feature_products",
+            f"bfloat16 rounds the hidden states from which loss.{asking[0]} takes the target's law",
+            do="Set it to auto, float32 or null",
         )
 
 
@@ -67,15 +69,17 @@ def check_signals(terms: Mapping[str, LossTerm], head: DraftHead) -> None:
     """
     for name, term in terms.items():
         if missing := [signal for signal in term.reads if signal not in head.signals]:
-            raise ValueError(
-                f"loss.{name}: reads the signal {missing[0]!r}, but head {head.name!r} offers {list(head.signals)}. "
-                "Choose a head that has it (head=markov head.confidence=true), or take the term out."
+            raise SettingError(
+                f"loss.{name}",
+                f"reads the signal {missing[0]!r}, but head {head.name!r} offers {list(head.signals)}",
+                do="Choose a head that has it (head=markov head.confidence=true), or take the term out",
             )
     trained = {signal for term in terms.values() for signal in term.reads}
     if idle := [signal for signal in head.signals if signal not in trained]:
-        raise ValueError(
-            f"head.{idle[0]}: no loss term trains this signal, so it would stay random. Add one that reads it "
-            f"(loss=[..,{idle[0]}]), or switch it off."
+        raise SettingError(
+            f"head.{idle[0]}",
+            "no loss term trains this signal, so it would stay random",
+            do=f"Add one that reads it (loss=[..,{idle[0]}]), or switch it off",
         )
 
 

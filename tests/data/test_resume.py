@@ -127,8 +127,7 @@ def per_epoch(tiny_target: FrozenTarget, rows: str) -> int:
     return count
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("cache", [None, "ram"])
+@pytest.mark.parametrize(("workers", "cache"), [(0, "ram"), (2, None)])
 def test_run_cut_inside_a_late_epoch_goes_on_exactly(
     tiny_target: FrozenTarget, rows: str, per_epoch: int, tmp_path: Path, workers: int, cache: str | None
 ) -> None:
@@ -142,9 +141,10 @@ def test_run_cut_inside_a_late_epoch_goes_on_exactly(
     assert torch.equal(whole.weight, rest.weight)
 
 
-@pytest.mark.parametrize("early", [True, False])
-@pytest.mark.parametrize("steps_limit", [None, 11])
-@pytest.mark.parametrize("cut_by", ["last batch", "epoch end"])
+@pytest.mark.parametrize(
+    ("cut_by", "steps_limit", "early"),
+    [("last batch", None, True), ("last batch", 11, False), ("epoch end", 11, True), ("epoch end", None, False)],
+)
 def test_run_cut_at_the_end_of_an_epoch_goes_on_exactly(
     tiny_target: FrozenTarget,
     rows: str,

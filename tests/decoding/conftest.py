@@ -1,5 +1,6 @@
 """Stand-ins for the two models of the loop: a target that is a table, and a proposer that follows a script."""
 
+import math
 import sys
 from collections.abc import Callable
 from importlib.util import module_from_spec, spec_from_file_location
@@ -172,7 +173,10 @@ def overfit(
     steps: int,
     lr: float = 5e-3,
 ) -> None:
-    """Teach ``draft`` the responses of (prompt, response) pairs, all anchors at once, by plain cross-entropy."""
+    """Teach ``draft`` the responses of (prompt, response) pairs, all anchors at once, by plain cross-entropy.
+
+    It stops before ``steps`` when every label is known by heart: likelier than all others together.
+    """
     optimizer, lm = torch.optim.AdamW(draft.parameters(), lr=lr), draft.head_of(target.lm)
     vocabulary = None if lm.ids is None else torch.zeros(VOCAB_SIZE, dtype=torch.bool).index_fill(0, lm.ids, True)
     batches = []
@@ -185,13 +189,17 @@ def overfit(
         features = target.features(document.input_ids[None], positions, draft.required())
         batches.append((layout, features, positions))
     for _ in range(steps):
+        least = 0.0  # log probability of the label that is known least
         for layout, features, positions in batches:
             hidden = draft.block_hidden(target.embed(layout.input_ids), layout, features, positions, lm)
             (log_prob,) = draft.outputs(hidden, layout, lm).views["main"].ask(LabelLogProb(layout.labels))
             loss = -torch.where(layout.valid, log_prob, 0.0).sum() / layout.valid.sum()
+            least = min(least, float(log_prob.detach()[layout.valid].min()))
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
+        if least > math.log(0.5):
+            return
 
 
 def generate_plainly(

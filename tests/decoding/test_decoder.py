@@ -117,7 +117,7 @@ class _TokenFeatures:
         return features
 
 
-@pytest.mark.parametrize("settings", [{}, {"label_layout": "anchor_first"}, {"block_size": 6}])
+@pytest.mark.parametrize("settings", [{}, {"label_layout": "anchor_first", "block_size": 6}])
 def test_a_trained_drafter_changes_the_speed_and_not_the_text(
     settings, make_target, make_draft, overfit_draft, plain_generate
 ) -> None:
@@ -203,12 +203,12 @@ def test_reduced_draft_vocabulary_proposes_its_own_tokens(
         assert result.stats.tau > 1.5
 
 
-@pytest.mark.parametrize("law", [{"top_k": 20, "top_p": 0.9}, {"top_p": 0.7}])
 def test_sampling_by_match_equals_plain_sampling_in_any_batch(
-    law, make_target, make_draft, overfit_draft, plain_generate
+    make_target, make_draft, overfit_draft, plain_generate
 ) -> None:
     target = make_target("llama")
     draft = make_draft(target)
+    law = {"top_k": 20, "top_p": 0.9}
     spec = SamplingSpec(temperature=0.8, seed=4, **law)
     plain = _decoder(target, None, sampling=spec, batch_size=3).decode(
         PROMPTS, max_new_tokens=MAX_NEW, stop_ids=(), request_ids=[30, 10, 20]

@@ -282,6 +282,8 @@ def test_what_a_round_left_is_not_handed_to_a_drafter_that_takes_nothing_of_it()
 
 
 def test_such_a_drafter_is_not_run_as_one_that_fills_a_block_at_once() -> None:
-    model: DraftModel = make("causal").draft_model
+    module = make("causal")
+    model: DraftModel = module.draft_model
+    cache = model.make_cache(batch_size=1, max_length=24, chunk_rows=24)
     with pytest.raises(AssertionError, match="use open_in_turn"):
-        model.draft_hidden(None, None, None, None, None)
+        model.draft_hidden(torch.zeros(1, 4, 32), features_of(module), torch.tensor([24]), cache, module.target.lm)

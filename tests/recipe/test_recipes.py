@@ -21,6 +21,9 @@ RECIPES = recipe_names()
 PARTNERS = {  # what an option does not go without
     ("loss", "confidence"): ["head=markov", "head.confidence=true"],
     ("decoding", "confidence"): ["head=markov", "head.confidence=true", "loss=[cross_entropy,confidence]"],
+    ("block", "tokens"): ["drafter=causal_transformer"],
+    ("drafter", "causal_transformer"): ["block=tokens"],
+    ("drafter", "feedback_transformer"): ["block=tokens", "conditioning=token_fusion"],
 }
 OPTIONS = [(group, option) for group, options in group_options().items() for option in options]
 
@@ -57,7 +60,7 @@ def test_the_shipped_recipes_are_found() -> None:
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipe_opens_with_paper_purpose_and_command(name: str) -> None:
     head = (recipes_folder() / f"{name}.yaml").read_text().split("defaults:")[0]
-    assert re.search(r"arXiv \d{4}\.\d{5}|DFlash recipe", head)
+    assert re.search(r"arXiv \d{4}\.\d{5}|DFlash recipe|AngelSlim|No published method", head)
     assert f"dflash fit {name}" in head
 
 

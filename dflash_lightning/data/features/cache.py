@@ -13,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from dflash_lightning.data.read.store import DocumentStore
+from dflash_lightning.errors import SettingError
 from dflash_lightning.progress import Progress
 from dflash_lightning.target import FrozenTarget
 from dflash_lightning.types import FeatureSpec, TargetFeatures, TrainBatch
@@ -139,9 +140,10 @@ def _check_range(hidden: Float[Tensor, "B S T H"]) -> None:
     """Some targets have a few dimensions with huge values; float16 would hold infinities there."""
     largest = float(hidden.abs().max()) if hidden.numel() else 0.0
     if largest > torch.finfo(torch.float16).max:
-        raise ValueError(
-            f"data.cache_dtype: 'float16' cannot hold this target's features, which reach {largest:.0f}. "
-            "Use 'bfloat16', or null for the target's own dtype."
+        raise SettingError(
+            "data.cache_dtype",
+            f"'float16' cannot hold this target's features, which reach {largest:.0f}",
+            do="Use 'bfloat16', or null for the target's own dtype",
         )
 
 
@@ -194,8 +196,9 @@ def _check_memory(needed: int) -> None:
     """Refuse a cache larger than the machine's memory before a single feature is computed."""
     installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > installed:
-        raise ValueError(
-            f"data.cache_features: 'ram' needs {needed / 2**30:.1f} GiB, but this machine has "
-            f"{installed / 2**30:.1f} GiB. Use null (features are computed on the fly) or 'disk', a smaller "
-            "data.cache_dtype, or fewer rows (data.limit)."
+        raise SettingError(
+            "data.cache_features",
+            f"'ram' needs {needed / 2**30:.1f} GiB, but this machine has {installed / 2**30:.1f} GiB",
+            do="Use null (features are computed on the fly) or 'disk', a smaller data.cache_dtype, or fewer rows "
+            "(data.limit)",
         )

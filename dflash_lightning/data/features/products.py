@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch
 
+from dflash_lightning.errors import SettingError
 from dflash_lightning.ops.cpu_speed import bfloat16_is_fast
 from dflash_lightning.ops.packed_linear import pack_linears
 from dflash_lightning.ops.rounded_linear import round_linears
@@ -24,14 +25,16 @@ def check_products(products: FeatureProducts, *, kept: bool) -> None:
         ValueError: see there.
     """
     if products not in _ALLOWED:
-        raise ValueError(
-            f"data.feature_products: {products!r} is unknown. Use 'auto', 'bfloat16', 'float32' or null (as the target "
-            "is)."
+        raise SettingError(
+            "data.feature_products",
+            f"{products!r} is unknown",
+            allowed="Use 'auto', 'bfloat16', 'float32' or null (as the target is)",
         )
     if products is not None and not kept:
-        raise ValueError(
-            "data.feature_products: applies to features that are kept only. Remove it, or set data.cache_features=ram "
-            "or disk."
+        raise SettingError(
+            "data.feature_products",
+            "applies to features that are kept only",
+            do="Remove it, or set data.cache_features=ram or disk",
         )
 
 

@@ -22,6 +22,7 @@ from dflash_lightning.data.read.messages import Message
 from dflash_lightning.data.read.rendering import ChatTemplate, Turn
 from dflash_lightning.data.read.rows import ChatRow
 from dflash_lightning.data.read.template_settings import UnusableRow, check_row_settings, check_template
+from dflash_lightning.errors import SettingError
 
 __all__ = ["SUPERVISE", "ChatRenderer", "Encoded", "Rendered", "Supervise", "Turn", "UnusableRow", "check_template"]
 
@@ -72,7 +73,7 @@ class ChatRenderer:
         vocab_size: int | None = None,
     ) -> None:
         if supervise not in SUPERVISE:
-            raise ValueError(f"data.supervise: {supervise!r} is unknown. Use one of {list(SUPERVISE)}.")
+            raise SettingError("data.supervise", f"{supervise!r} is unknown", allowed=f"Use one of {list(SUPERVISE)}")
         self.template = ChatTemplate(tokenizer, chat_template_kwargs, stop_ids)
         self.tokenizer = self.template.tokenizer
         self.supervise = supervise

@@ -12,6 +12,7 @@ from jinja2 import Environment, TemplateSyntaxError, meta, nodes
 from transformers import PreTrainedTokenizerBase
 
 from dflash_lightning.data.read.values import is_empty
+from dflash_lightning.errors import SettingError
 
 _GENERATION_TAG = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")  # transformers' own; says nothing here
 _FUNCTIONS = {"raise_exception", "strftime_now"}  # given to templates by transformers
@@ -27,30 +28,34 @@ def check_template(
 ) -> PreTrainedTokenizerBase:
     """The tokenizer, once it is known to have a chat template that reads every key of ``kwargs``."""
     if tokenizer is None:
-        raise ValueError(
-            "data: chat rows need a tokenizer, and this target has none. Use a target with a tokenizer, or rows with "
-            "'input_ids' and 'loss_mask'."
+        raise SettingError(
+            "data",
+            "chat rows need a tokenizer, and this target has none",
+            do="Use a target with a tokenizer, or rows with 'input_ids' and 'loss_mask'",
         )
     name = tokenizer.name_or_path or type(tokenizer).__name__
     if tokenizer.chat_template is None:
-        raise ValueError(
-            f"data: the tokenizer {name!r} has no chat template, so it is not known how a conversation is served. "
-            "Use the instruct model's tokenizer, set tokenizer.chat_template, or give rows with 'input_ids' and "
-            "'loss_mask'."
+        raise SettingError(
+            "data",
+            f"the tokenizer {name!r} has no chat template, so it is not known how a conversation is served",
+            do="Use the instruct model's tokenizer, set tokenizer.chat_template, or give rows with 'input_ids' and "
+            "'loss_mask'",
         )
     if not kwargs:
         return tokenizer
     if taken := [key for key in kwargs if key in _ARGUMENTS]:
-        raise ValueError(
-            f"data.chat_template_kwargs: {taken} is set row by row, not for all of them. Remove it; tools belong to a "
-            "row's 'tools'."
+        raise SettingError(
+            "data.chat_template_kwargs",
+            f"{taken} is set row by row, not for all of them",
+            do="Remove it; tools belong to a row's 'tools'",
         )
     read = template_variables(tokenizer)
     if unread := [key for key in kwargs if key not in read]:
         others = sorted(read - {"messages", "tools", "add_generation_prompt", *tokenizer.special_tokens_map})
-        raise ValueError(
-            f"data.chat_template_kwargs: {unread} is never read by the chat template of {name!r}. "
-            f"Correct the spelling or remove it; what it reads: {others or 'no setting at all'}."
+        raise SettingError(
+            "data.chat_template_kwargs",
+            f"{unread} is never read by the chat template of {name!r}",
+            do=f"Correct the spelling or remove it; what it reads: {others or 'no setting at all'}",
         )
     return tokenizer
 
@@ -82,9 +87,10 @@ def template_variables(tokenizer: PreTrainedTokenizerBase) -> set[str]:
         try:
             found |= _variables(text)
         except TemplateSyntaxError as error:
-            raise ValueError(
-                f"data: the chat template of {tokenizer.name_or_path!r} is not valid ({error.message}, line "
-                f"{error.lineno}). Correct tokenizer.chat_template."
+            raise SettingError(
+                "data",
+                f"the chat template of {tokenizer.name_or_path!r} is not valid ({error.message}, line {error.lineno})",
+                do="Correct tokenizer.chat_template",
             ) from None
     return found
 

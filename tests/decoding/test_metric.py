@@ -5,8 +5,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from dflash_lightning.decoding.metric import SpeculativeMetric
 from dflash_lightning.decoding.stats import DecodeStats
-from dflash_lightning.metric import SpeculativeMetric
 
 ROUNDS = [(3, 3, 4), (3, 1, 2), (3, 2, 3), (3, 0, 1), (3, 3, 2)]
 

@@ -1,5 +1,0 @@
-"""Metrics that reduce over ranks."""
-
-from dflash_lightning.metric.speculative import SpeculativeMetric
-
-__all__ = ["SpeculativeMetric"]
