@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Mapping
 from typing import Any
 
 from transformers import PretrainedConfig
 
+from dflash_lightning.geometry import GEOMETRY, LayerGeometry
 from dflash_lightning.types import Alignment, LabelLayout
 
 NESTED = "dflash_config"  # where z-lab's files keep what transformers' configs have no name for
@@ -20,10 +22,10 @@ _VERSION_FIELD = "contract_version"
 class DraftConfig(PretrainedConfig):
     """Plain settings only, spelled as z-lab's checkpoints and transformers' DFlash generator spell them.
 
-    ``target_layer_ids`` are 0-based decoder layers of the target (id ``i`` is the output of layer ``i``). ``is_causal``
-    ``None`` means by layer type, as z-lab's code does: sliding layers are causal inside a block, full layers see the
-    whole block. ``draft_vocab_size`` ``None`` means the whole target vocabulary; otherwise the model holds the ids in a
-    buffer. ``components`` names the conditioning, drafter and head: ``{"head": {"name": "marginal", "settings": {}}}``.
+    The fields of ``LayerGeometry`` are settings too, and ``geometry`` gives them together.
+    ``target_layer_ids`` are 0-based decoder layers of the target (id ``i`` is the output of layer ``i``).
+    ``draft_vocab_size`` ``None`` means the whole target vocabulary; otherwise the model holds the ids in a buffer.
+    ``components`` names the conditioning, drafter and head: ``{"head": {"name": "marginal", "settings": {}}}``.
     ``chat_template_kwargs`` are what prompts are rendered with, as training rows were.
     ``target`` identifies the model the drafter was made for: name, revision, digest, vocab_size. ``num_target_layers``
     and ``vocab_size`` are the target's; ``None`` where a file of another program has no field for it.
@@ -35,19 +37,6 @@ class DraftConfig(PretrainedConfig):
     def __init__(
         self,
         *,
-        hidden_size: int = 0,
-        intermediate_size: int = 0,
-        num_hidden_layers: int = 0,
-        num_attention_heads: int = 0,
-        num_key_value_heads: int = 0,
-        head_dim: int = 0,
-        hidden_act: str = "silu",
-        rms_norm_eps: float = 1e-6,
-        rope_parameters: dict[str, Any] | None = None,
-        max_position_embeddings: int = 0,
-        layer_types: list[str] | None = None,
-        sliding_window: int | None = None,
-        is_causal: bool | None = None,
         block_size: int = 0,
         mask_token_id: int = -1,
         label_layout: LabelLayout = "same_position",
@@ -61,19 +50,11 @@ class DraftConfig(PretrainedConfig):
         chat_template_kwargs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        self.hidden_size = hidden_size
-        self.intermediate_size = intermediate_size
-        self.num_hidden_layers = num_hidden_layers
-        self.num_attention_heads = num_attention_heads
-        self.num_key_value_heads = num_key_value_heads
-        self.head_dim = head_dim
-        self.hidden_act = hidden_act
-        self.rms_norm_eps = rms_norm_eps
-        self.rope_parameters = rope_parameters
-        self.max_position_embeddings = max_position_embeddings
-        self.layer_types = layer_types if layer_types is not None else ["full_attention"] * num_hidden_layers
-        self.sliding_window = sliding_window
-        self.is_causal = is_causal
+        layers = {name: kwargs.pop(name, default) for name, default in vars(LayerGeometry()).items()}
+        if layers["layer_types"] is None:
+            layers["layer_types"] = ["full_attention"] * layers["num_hidden_layers"]
+        for name, value in layers.items():
+            setattr(self, name, value)
         self.block_size = block_size
         self.mask_token_id = mask_token_id
         self.label_layout = label_layout
@@ -86,6 +67,11 @@ class DraftConfig(PretrainedConfig):
         self.target = target if target is not None else {}
         self.chat_template_kwargs = chat_template_kwargs if chat_template_kwargs is not None else {}
         super().__init__(**kwargs)
+
+    @property
+    def geometry(self) -> LayerGeometry:
+        """The draft layers' sizes and attention."""
+        return LayerGeometry(**{name: getattr(self, name) for name in GEOMETRY})
 
     @property
     def alignment(self) -> Alignment:
@@ -108,6 +94,10 @@ class DraftConfig(PretrainedConfig):
         """The settings as plain values, for ``config.json`` and checkpoints."""
         stated: dict[str, Any] = super().to_dict()
         return stated if CONTRACT_VERSION == 1 else {**stated, _VERSION_FIELD: CONTRACT_VERSION}
+
+
+# Everything that a drafter's files may state.
+FIELDS = {*GEOMETRY, *inspect.signature(DraftConfig.__init__).parameters} - {"self", "kwargs"}
 
 
 def check_contract(settings: Mapping[str, Any], where: str = "The drafter") -> None:

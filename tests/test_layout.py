@@ -16,7 +16,10 @@ PACKAGE = ROOT / "dflash_lightning"
 
 AXES = ["block", "conditioning", "drafter", "head", "loss"]
 # A part may import itself and what its line names.
-_BASE = {"types", "schedule", "component", "draft_config", "files", "progress", "lazy", "layer_ids", "errors"}
+_BASE = {
+    *("types", "schedule", "component", "draft_config", "geometry"),
+    *("files", "progress", "lazy", "layer_ids", "errors"),
+}
 _OPS = _BASE | {"ops"}
 _TARGET = _OPS | {"target"}
 _MODEL = _TARGET | {*AXES, "model"}

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 from dflash_lightning.cli import main
 from dflash_lightning.commands.grammar_develop import _KINDS
-from dflash_lightning.commands.new import KINDS, plan
+from dflash_lightning.commands.new import KINDS, next_steps, plan
 from dflash_lightning.recipe import load_recipe
 from dflash_lightning.recipe.make import make
 
@@ -104,6 +104,15 @@ def test_the_test_fails_until_the_class_is_written(place: Path, kind: str, capsy
     finally:
         if registry is not None:
             registry.pop("own", None)
+
+
+def test_a_package_of_ones_own_is_to_be_installed_before_dflash_is_to_find_it(tmp_path: Path) -> None:
+    said = next_steps(plan("loss", "own", "my_methods", tmp_path))
+    assert said.index("pip install -e .") < said.index("dflash smoke own.yaml"), said
+    (tmp_path / "dflash_lightning").mkdir()
+    (tmp_path / "dflash_lightning" / "component.py").touch()
+    (tmp_path / "recipes").mkdir()
+    assert "pip" not in next_steps(plan("loss", "own", None, tmp_path))
 
 
 def test_files_go_to_the_folders_of_the_repository(tmp_path: Path) -> None:

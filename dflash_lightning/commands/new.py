@@ -174,15 +174,14 @@ def next_steps(method: Method) -> str:
     """What was written, and what to do with it."""
     source, option, *recipe, test = method.files()
     chosen = str(recipe[0]) if recipe else f"dflash {method.group}={method.name}"
-    return "\n".join(
-        [
-            f"written: {', '.join(map(str, method.files()))}",
-            f"  1. write the class           {source}",
-            f"  2. until its test passes     python -m pytest {test}",
-            f"  3. train it at toy size      dflash smoke {chosen}",
-            f"  4. see it among the options  dflash recipes{' ' + str(recipe[0]) if recipe else ''}   ({option})",
-        ]
-    )
+    steps = [("write the class", str(source)), ("until its test passes", f"python -m pytest {test}")]
+    steps += [("make it importable", "pip install -e .")] if recipe else []
+    steps += [
+        ("train it at toy size", f"dflash smoke {chosen}"),
+        ("see it among the options", f"dflash recipes{' ' + str(recipe[0]) if recipe else ''}   ({option})"),
+    ]
+    lines = [f"  {number}. {what:26} {how}" for number, (what, how) in enumerate(steps, start=1)]
+    return "\n".join([f"written: {', '.join(map(str, method.files()))}", *lines])
 
 
 def _write(path: Path, text: str) -> None:

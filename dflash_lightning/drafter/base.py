@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from dflash_lightning.component import Component
 from dflash_lightning.draft_config import DraftConfig
+from dflash_lightning.geometry import LayerGeometry
 from dflash_lightning.ops.context import ContextState
 from dflash_lightning.target import FrozenTarget
 from dflash_lightning.types import SlotInputs, TargetFacts
@@ -29,8 +30,8 @@ class Drafter(Component, nn.Module, ABC, axis=True):
     num_layers: int
 
     @abstractmethod
-    def geometry(self, facts: TargetFacts) -> dict[str, Any]:
-        """``DraftConfig`` fields that this backbone decides: its settings, with null resolved against the target."""
+    def geometry(self, facts: TargetFacts) -> LayerGeometry:
+        """Its layers: its settings, with null resolved against the target (``LayerGeometry.of``)."""
 
     @abstractmethod
     def build(self, config: DraftConfig) -> None:

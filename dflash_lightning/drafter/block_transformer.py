@@ -14,12 +14,11 @@ from dflash_lightning.drafter.base import Drafter
 from dflash_lightning.drafter.layer import ACTIVATIONS, DraftLayer
 from dflash_lightning.drafter.warm_start import check_source, copy_layer
 from dflash_lightning.errors import SettingError
+from dflash_lightning.geometry import LAYER_TYPES, SLIDING, LayerGeometry
 from dflash_lightning.ops.context import ContextState
 from dflash_lightning.ops.norm import RMSNorm
 from dflash_lightning.ops.rotary import check_rope, make_rotation
 from dflash_lightning.types import TargetFacts
-
-LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 class BlockTransformer(Drafter):
@@ -69,12 +68,12 @@ class BlockTransformer(Drafter):
         self.init_std = init_std
         self._check()
 
-    def geometry(self, facts: TargetFacts) -> dict[str, Any]:
+    def geometry(self, facts: TargetFacts) -> LayerGeometry:
         if self.init_from_target:
             check_source(facts)
-        heads = facts.num_heads if self.num_heads is None else self.num_heads
-        kv_heads = facts.num_kv_heads if self.num_kv_heads is None else self.num_kv_heads
-        head_dim = facts.head_dim if self.head_dim is None else self.head_dim
+        activation = facts.hidden_act if self.init_from_target else "silu"
+        own = LayerGeometry.of(facts, {**vars(self), "hidden_act": activation, "rope_parameters": self._rope(facts)})
+        heads, kv_heads, head_dim = own.num_attention_heads, own.num_key_value_heads, own.head_dim
         if heads < 1 or kv_heads < 1 or heads % kv_heads:
             raise SettingError(
                 "drafter.num_heads",
@@ -85,26 +84,14 @@ class BlockTransformer(Drafter):
             raise SettingError(
                 "drafter.head_dim", f"{head_dim} must be even and positive, because features rotate in pairs"
             )
-        return {
-            "num_hidden_layers": self.num_layers,
-            "intermediate_size": facts.intermediate_size if self.intermediate_size is None else self.intermediate_size,
-            "num_attention_heads": heads,
-            "num_key_value_heads": kv_heads,
-            "head_dim": head_dim,
-            "hidden_act": facts.hidden_act if self.init_from_target else "silu",
-            "rms_norm_eps": facts.rms_norm_eps if self.rms_norm_eps is None else self.rms_norm_eps,
-            "rope_parameters": self._rope(facts),
-            "layer_types": ["full_attention"] * self.num_layers if self.layer_types is None else list(self.layer_types),
-            "sliding_window": self.sliding_window,
-            "is_causal": self.is_causal,
-        }
+        return own
 
     def build(self, config: DraftConfig) -> None:
         if config.hidden_act not in ACTIVATIONS:
             raise SettingError("hidden_act", f"{config.hidden_act!r} is unknown", f"Use one of {sorted(ACTIVATIONS)}")
         self._theta = check_rope(config.rope_parameters or {}, where="rope_parameters")
         self._head_dim = config.head_dim
-        self.layers = nn.ModuleList(DraftLayer(config, i) for i in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(DraftLayer(config.geometry, i) for i in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         for layer in self._layers():
             layer.initialise(std=self.init_std, qk_norm_gain=self.qk_norm_gain)
@@ -164,7 +151,7 @@ class BlockTransformer(Drafter):
                 f"{len(types)} entries for num_layers={self.num_layers}",
                 "Give one per layer, or null",
             )
-        sliding = "sliding_attention" in types
+        sliding = SLIDING in types
         if sliding and (self.sliding_window is None or self.sliding_window < 1):
             raise SettingError(
                 "drafter.sliding_window",

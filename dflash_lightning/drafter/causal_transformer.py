@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from jaxtyping import Float, Int
@@ -11,6 +12,7 @@ from torch import Tensor
 from dflash_lightning.drafter.block_transformer import BlockTransformer
 from dflash_lightning.drafter.sequential import Advance, SequentialDrafter
 from dflash_lightning.errors import SettingError
+from dflash_lightning.geometry import LayerGeometry
 from dflash_lightning.ops.chains import Chain
 from dflash_lightning.ops.context import ContextState, KVSource
 from dflash_lightning.ops.rotary import make_rotation
@@ -31,8 +33,8 @@ class CausalTransformer(BlockTransformer, SequentialDrafter):
 
     name = "causal_transformer"
 
-    def geometry(self, facts: TargetFacts) -> dict[str, Any]:
-        return {**super().geometry(facts), "is_causal": True}
+    def geometry(self, facts: TargetFacts) -> LayerGeometry:
+        return replace(super().geometry(facts), is_causal=True)
 
     def begin(self, positions: Int[Tensor, "B 1"], context: ContextState) -> tuple[Any, Advance]:
         sources = self.sources(context)

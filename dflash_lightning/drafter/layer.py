@@ -11,12 +11,12 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dflash_lightning.draft_config import DraftConfig
+from dflash_lightning.geometry import SLIDING, LayerGeometry
 from dflash_lightning.ops.block_attention import block_attention
 from dflash_lightning.ops.chains import Chain, lengthen, visible_sources
 from dflash_lightning.ops.context import ContextState, KVSource
 from dflash_lightning.ops.norm import RMSNorm
-from dflash_lightning.ops.rotary import Rotation, check_rope, make_rotation, rotate
+from dflash_lightning.ops.rotary import Rotation, make_rotation, rotate
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -33,29 +33,29 @@ class Pattern:
     window: int | None
 
     @classmethod
-    def of(cls, config: DraftConfig, layer: int) -> Pattern:
+    def of(cls, geometry: LayerGeometry, layer: int) -> Pattern:
         """``is_causal`` null goes by layer type as z-lab's code does: sliding layers are causal inside a block."""
-        sliding = config.layer_types[layer] == "sliding_attention"
-        causal = sliding if config.is_causal is None else config.is_causal
-        return cls(causal, config.sliding_window if sliding else None)
+        sliding = geometry.layer_types is not None and geometry.layer_types[layer] == SLIDING
+        causal = sliding if geometry.is_causal is None else geometry.is_causal
+        return cls(causal, geometry.sliding_window if sliding else None)
 
 
 class BlockSelfAttention(nn.Module):
     """Queries from the block; keys and values from context and block through the same projections and key norm."""
 
-    def __init__(self, config: DraftConfig, layer: int) -> None:
+    def __init__(self, geometry: LayerGeometry, layer: int) -> None:
         super().__init__()
-        self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self.head_dim = config.head_dim
-        self.theta = check_rope(config.rope_parameters or {}, where="drafter.rope_parameters")
-        self.pattern = Pattern.of(config, layer)
-        width = config.hidden_size
+        self.num_heads, self.num_kv_heads = geometry.num_attention_heads, geometry.num_key_value_heads
+        self.head_dim = geometry.head_dim
+        self.theta = geometry.rope_theta
+        self.pattern = Pattern.of(geometry, layer)
+        width = geometry.hidden_size
         self.q_proj = nn.Linear(width, self.num_heads * self.head_dim, bias=False)
         self.k_proj = nn.Linear(width, self.num_kv_heads * self.head_dim, bias=False)
         self.v_proj = nn.Linear(width, self.num_kv_heads * self.head_dim, bias=False)
         self.o_proj = nn.Linear(self.num_heads * self.head_dim, width, bias=False)
-        self.q_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
-        self.k_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        self.q_norm = RMSNorm(self.head_dim, eps=geometry.rms_norm_eps)
+        self.k_norm = RMSNorm(self.head_dim, eps=geometry.rms_norm_eps)
 
     def keys_and_values(
         self, states: Float[Tensor, "*rows H"], rotation: Rotation
@@ -118,13 +118,13 @@ class BlockSelfAttention(nn.Module):
 class SwiGLU(nn.Module):
     """``down(act(gate(x)) * up(x))``."""
 
-    def __init__(self, config: DraftConfig) -> None:
+    def __init__(self, geometry: LayerGeometry) -> None:
         super().__init__()
-        width, inner = config.hidden_size, config.intermediate_size
+        width, inner = geometry.hidden_size, geometry.intermediate_size
         self.gate_proj = nn.Linear(width, inner, bias=False)
         self.up_proj = nn.Linear(width, inner, bias=False)
         self.down_proj = nn.Linear(inner, width, bias=False)
-        self.act = ACTIVATIONS[config.hidden_act]
+        self.act = ACTIVATIONS[geometry.hidden_act]
 
     def forward(self, x: Float[Tensor, "*rows H"]) -> Float[Tensor, "*rows H"]:
         return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
@@ -133,13 +133,13 @@ class SwiGLU(nn.Module):
 class DraftLayer(nn.Module):
     """Pre-norm attention and MLP with residuals; the context itself gets no residual, MLP or output projection."""
 
-    def __init__(self, config: DraftConfig, layer: int) -> None:
+    def __init__(self, geometry: LayerGeometry, layer: int) -> None:
         super().__init__()
         self.index = layer
-        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.self_attn = BlockSelfAttention(config, layer)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.mlp = SwiGLU(config)
+        self.input_layernorm = RMSNorm(geometry.hidden_size, eps=geometry.rms_norm_eps)
+        self.self_attn = BlockSelfAttention(geometry, layer)
+        self.post_attention_layernorm = RMSNorm(geometry.hidden_size, eps=geometry.rms_norm_eps)
+        self.mlp = SwiGLU(geometry)
 
     def forward(
         self, x: Float[Tensor, "B N K H"], rotation: Rotation, context: ContextState

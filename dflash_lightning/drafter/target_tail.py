@@ -11,6 +11,7 @@ from dflash_lightning.draft_config import DraftConfig
 from dflash_lightning.drafter.block_transformer import BlockTransformer
 from dflash_lightning.drafter.bound_layer import BoundLayer
 from dflash_lightning.errors import SettingError
+from dflash_lightning.geometry import LayerGeometry
 from dflash_lightning.ops.context import ContextState
 from dflash_lightning.ops.rotary import make_rotation
 from dflash_lightning.target import FrozenTarget
@@ -64,7 +65,7 @@ class TargetTail(BlockTransformer):
         self.target_layer = target_layer
         self.tail: BoundLayer | None = None
 
-    def geometry(self, facts: TargetFacts) -> dict[str, Any]:
+    def geometry(self, facts: TargetFacts) -> LayerGeometry:
         if self.target_layer is not None and not 0 <= self.target_layer < facts.num_layers:
             raise SettingError(
                 "drafter.target_layer",

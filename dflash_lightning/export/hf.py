@@ -10,6 +10,7 @@ from typing import Any
 from dflash_lightning.draft_config import NESTED, DraftConfig
 from dflash_lightning.export.base import Exporter, ExportFacts, last_layer
 from dflash_lightning.export.conventions import ACTIVATIONS, Conventions
+from dflash_lightning.export.qwen3_layout import conventions_of
 from dflash_lightning.model.config import check_config
 
 MODELING = "modeling_dflash_lightning"
@@ -59,7 +60,7 @@ class HFExporter(Exporter):
             "auto_map": {"AutoConfig": f"{MODELING}.DFlashConfig", "AutoModel": f"{MODELING}.DFlashDraftModel"},
             **stated,
             "model_type": DraftConfig.model_type,
-            "rope_theta": float((draft_config.rope_parameters or {})["rope_theta"]),
+            "rope_theta": draft_config.geometry.rope_theta,
             "num_speculative_tokens": draft_config.alignment.num_drafts,
             "dtype": facts.dtype,
             "chat_template_kwargs": facts.chat_template_kwargs or None,
@@ -92,21 +93,11 @@ class HFExporter(Exporter):
     def read(self, raw: Mapping[str, Any]) -> Conventions:
         cfg = DraftConfig.from_dict(dict(raw))
         check_config(cfg)
-        sliding = [kind == "sliding_attention" for kind in cfg.layer_types]
-        return Conventions(
+        return conventions_of(
+            cfg,
+            is_causal=cfg.is_causal,
             layer_ids=tuple(cfg.target_layer_ids),
             block_size=cfg.block_size,
             mask_token_id=cfg.mask_token_id,
-            rope_theta=float((cfg.rope_parameters or {})["rope_theta"]),
-            causal=tuple(s if cfg.is_causal is None else cfg.is_causal for s in sliding),
-            windows=tuple(cfg.sliding_window if s else None for s in sliding),
-            num_heads=cfg.num_attention_heads,
-            num_kv_heads=cfg.num_key_value_heads,
-            head_dim=cfg.head_dim,
-            hidden_size=cfg.hidden_size,
-            intermediate_size=cfg.intermediate_size,
-            scale=cfg.head_dim**-0.5,
-            eps=cfg.rms_norm_eps,
-            activation=cfg.hidden_act,
             first_slot=cfg.alignment.first_slot,
         )

@@ -15,25 +15,20 @@ from transformers import Qwen3Config
 from dflash_lightning.draft_config import NESTED, DraftConfig
 from dflash_lightning.export.base import Exporter, ExportFacts
 from dflash_lightning.export.conventions import ACTIVATIONS, Conventions
+from dflash_lightning.geometry import SIZES, SLIDING
 
 ARCHITECTURE = "DFlashDraftModel"
-_SLIDING = "sliding_attention"
 
 
 def transformer_settings(config: DraftConfig, facts: ExportFacts) -> dict[str, Any]:
     """Settings of the draft layers under ``Qwen3Config``'s names, every default written out."""
     target = facts.target
     stop = list(target.eos_token_ids)
-    theta = float((config.rope_parameters or {})["rope_theta"])
+    theta = config.geometry.rope_theta
     return {
         "model_type": "qwen3",
         "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_hidden_layers,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
-        "head_dim": config.head_dim,
+        **{name: getattr(config, name) for name in SIZES},
         "hidden_act": config.hidden_act,
         "rms_norm_eps": config.rms_norm_eps,
         "max_position_embeddings": config.max_position_embeddings,
@@ -42,7 +37,7 @@ def transformer_settings(config: DraftConfig, facts: ExportFacts) -> dict[str, A
         "rope_parameters": {"rope_type": "default", "rope_theta": theta},
         "layer_types": list(config.layer_types),
         # Qwen3Config forgets the window unless use_sliding_window is set.
-        "use_sliding_window": _SLIDING in config.layer_types,
+        "use_sliding_window": SLIDING in config.layer_types,
         "sliding_window": config.sliding_window,
         "max_window_layers": config.num_hidden_layers,
         "is_causal": config.is_causal,
@@ -66,12 +61,18 @@ def read_qwen3(raw: Mapping[str, Any]) -> Qwen3Config:
     return Qwen3Config.from_dict(dict(raw))
 
 
-def conventions_of(cfg: Qwen3Config, **stated: Any) -> Conventions:
-    """What a Qwen3 config says about the draft layers, with what the consumer reads by itself (``stated``)."""
+def conventions_of(cfg: Qwen3Config | DraftConfig, *, is_causal: bool | None, **stated: Any) -> Conventions:
+    """What a config says about the draft layers, with what the consumer reads by itself.
+
+    ``is_causal`` null goes by layer type: sliding layers are causal inside a block, full ones are not.
+    """
     if cfg.hidden_act not in ACTIVATIONS:
         raise ValueError(f"hidden_act: {cfg.hidden_act!r} is unknown. Known are {sorted(ACTIVATIONS)}.")
     rope: dict[str, Any] = dict(cfg.rope_parameters or {})
+    sliding = [kind == SLIDING for kind in cfg.layer_types or []]
     settings: dict[str, Any] = {
+        "causal": tuple(slides if is_causal is None else bool(is_causal) for slides in sliding),
+        "windows": tuple(cfg.sliding_window if slides else None for slides in sliding),
         "rope_theta": float(rope["rope_theta"]),
         "rotary_share": float(rope.get("partial_rotary_factor", 1.0)),
         "num_heads": cfg.num_attention_heads,
@@ -84,16 +85,6 @@ def conventions_of(cfg: Qwen3Config, **stated: Any) -> Conventions:
         "activation": cfg.hidden_act,
     }
     return Conventions(**{**settings, **stated})
-
-
-def windows_of(cfg: Qwen3Config) -> tuple[int | None, ...]:
-    """The window of every draft layer."""
-    return tuple(cfg.sliding_window if kind == _SLIDING else None for kind in cfg.layer_types or [])
-
-
-def causal_by_layer_type(cfg: Qwen3Config, is_causal: bool | None) -> tuple[bool, ...]:
-    """Null goes by layer type: sliding layers are causal inside a block, full ones are not."""
-    return tuple(kind == _SLIDING if is_causal is None else bool(is_causal) for kind in cfg.layer_types or [])
 
 
 def required(settings: Mapping[str, Any], key: str, where: str) -> Any:

@@ -10,14 +10,7 @@ from transformers import Qwen3Config
 from dflash_lightning.draft_config import NESTED, DraftConfig
 from dflash_lightning.export.base import ExportFacts
 from dflash_lightning.export.conventions import Conventions
-from dflash_lightning.export.qwen3_layout import (
-    Qwen3Layout,
-    ascending,
-    causal_by_layer_type,
-    conventions_of,
-    required,
-    windows_of,
-)
+from dflash_lightning.export.qwen3_layout import Qwen3Layout, ascending, conventions_of, required
 from dflash_lightning.target.served import SERVERS_READ
 
 
@@ -47,8 +40,7 @@ class SGLangExporter(Qwen3Layout):
             layer_ids=ids,
             block_size=int(settings.get("block_size", 16)),
             mask_token_id=required(settings, "mask_token_id", "mask_token_id"),
-            causal=causal_by_layer_type(cfg, raw.get("is_causal")),
-            windows=windows_of(cfg),
+            is_causal=raw.get("is_causal"),
         )
 
     def serve_command(self, draft_config: DraftConfig, facts: ExportFacts, *, target: str, folder: str) -> str:

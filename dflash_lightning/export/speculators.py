@@ -14,12 +14,10 @@ from dflash_lightning.export.base import Exporter, ExportFacts
 from dflash_lightning.export.conventions import Conventions
 from dflash_lightning.export.qwen3_layout import (
     ascending,
-    causal_by_layer_type,
     conventions_of,
     identity,
     required,
     transformer_settings,
-    windows_of,
 )
 from dflash_lightning.export.vllm import PLAINLY, vllm_command
 from dflash_lightning.target.served import SERVERS_READ
@@ -138,8 +136,7 @@ class SpeculatorsExporter(Exporter):
             layer_ids=tuple(i - 1 for i in required(raw, "aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids")),
             block_size=int(required(raw, "block_size", "block_size")),
             mask_token_id=required(raw, "mask_token_id", "mask_token_id"),
-            causal=causal_by_layer_type(cfg, is_causal),
-            windows=windows_of(cfg),
+            is_causal=is_causal,
         )
 
     def serve_command(self, draft_config: DraftConfig, facts: ExportFacts, *, target: str, folder: str) -> str:

@@ -11,14 +11,7 @@ from transformers import Qwen3Config
 from dflash_lightning.draft_config import NESTED, DraftConfig
 from dflash_lightning.export.base import ExportFacts
 from dflash_lightning.export.conventions import Conventions
-from dflash_lightning.export.qwen3_layout import (
-    Qwen3Layout,
-    ascending,
-    causal_by_layer_type,
-    conventions_of,
-    required,
-    windows_of,
-)
+from dflash_lightning.export.qwen3_layout import Qwen3Layout, ascending, conventions_of, required
 from dflash_lightning.target.served import SERVERS_READ
 
 # vLLM's counting: the state in front of decoder layer i, so layer i's output is number i + 1.
@@ -68,8 +61,7 @@ class VLLMExporter(Qwen3Layout):
             # The block's width comes from the command line; what the file says is what the command is made of.
             block_size=int(required(settings, "block_size", "block_size")),
             mask_token_id=required(settings, "mask_token_id", "mask_token_id"),
-            causal=causal_by_layer_type(cfg, nested.get("causal") if is_causal is None else is_causal),
-            windows=windows_of(cfg),
+            is_causal=nested.get("causal") if is_causal is None else is_causal,
             interleaved=not raw.get("is_neox_style", True),
         )
 

@@ -10,7 +10,7 @@ from transformers import Qwen3Config
 from dflash_lightning.draft_config import NESTED, DraftConfig
 from dflash_lightning.export.base import ExportFacts, last_layer
 from dflash_lightning.export.conventions import ACTIVATIONS, Conventions
-from dflash_lightning.export.qwen3_layout import Qwen3Layout, causal_by_layer_type, conventions_of, required, windows_of
+from dflash_lightning.export.qwen3_layout import Qwen3Layout, conventions_of, required
 
 
 class ZLabExporter(Qwen3Layout):
@@ -34,8 +34,7 @@ class ZLabExporter(Qwen3Layout):
             layer_ids=tuple(required(settings, "target_layer_ids", "target_layer_ids")),
             block_size=int(settings.get("block_size", 16)),
             mask_token_id=required(settings, "mask_token_id", "mask_token_id"),
-            causal=causal_by_layer_type(cfg, raw.get("is_causal")),
-            windows=windows_of(cfg),
+            is_causal=raw.get("is_causal"),
             embedding_scale=float(settings.get("input_embedding_scale", 1.0)),
         )
 

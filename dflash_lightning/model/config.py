@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from dflash_lightning.block.base import BlockConstructor
@@ -10,15 +11,13 @@ from dflash_lightning.conditioning import Conditioning
 from dflash_lightning.draft_config import NESTED, DraftConfig
 from dflash_lightning.drafter import Drafter, SequentialDrafter
 from dflash_lightning.errors import SettingError
+from dflash_lightning.geometry import SIZES
 from dflash_lightning.head import DraftHead
 from dflash_lightning.ops.rotary import check_rope
 from dflash_lightning.target import check_layer_ids
 from dflash_lightning.types import TargetFacts
 
-_POSITIVE = (
-    *("block_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
-    *("num_key_value_heads", "head_dim", "target_hidden_size"),
-)
+_POSITIVE = ("block_size", *SIZES, "target_hidden_size")
 _OF_TARGET = ("num_target_layers", "vocab_size")  # null: the file's format has no field for it
 
 
@@ -46,14 +45,12 @@ def make_draft_config(
         ids = conditioning.default_layer_ids(facts.num_layers)
     check_layer_ids(ids, facts)
     config = DraftConfig(
-        **drafter.geometry(facts),
-        hidden_size=facts.hidden_size,  # the embedding and the head are the target's own
+        **asdict(drafter.geometry(facts)),
         target_hidden_size=facts.hidden_size,
         num_target_layers=facts.num_layers,
         target_layer_ids=list(ids),
         vocab_size=facts.vocab_size,
         draft_vocab_size=draft_vocab_size,
-        max_position_embeddings=facts.max_positions,
         block_size=block.block_size,
         label_layout=block.label_layout,
         mask_token_id=mask_token_id,
@@ -183,14 +180,7 @@ def check_config(config: DraftConfig) -> None:
             f"{config.draft_vocab_size} is not between 1 and the target's {rows} embedding rows",
             "Use null for the whole vocabulary",
         )
-    if len(config.layer_types) != config.num_hidden_layers:
-        raise SettingError(
-            "layer_types",
-            f"{len(config.layer_types)} entries for {config.num_hidden_layers} layers",
-            "Give one per layer",
-        )
-    if "sliding_attention" in config.layer_types and not config.sliding_window:
-        raise SettingError("sliding_window", "null, but layer_types has sliding layers", "Give the window in positions")
+    config.geometry.check()
 
 
 def _check_whole_numbers(config: DraftConfig) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dflash_lightning.draft_config import NESTED, DraftConfig, lift_settings
+from dflash_lightning.draft_config import FIELDS, NESTED, DraftConfig, lift_settings
 from dflash_lightning.layer_ids import spaced_layer_ids
 
 # Settings that belong to a method whose drafters cannot be run here, and tensors by which they show without them.
@@ -32,7 +31,7 @@ _TENSORS_OF = {
 }
 # What a nested block may hold besides the fields of ``DraftConfig``; the functions below read it.
 _NESTED_TOO = {"causal", "input_embedding_scale", "output_multiplier", "final_logit_softcapping", *_SETTINGS_OF}
-_FIELDS = set(inspect.signature(DraftConfig.__init__).parameters) - {"self", "kwargs", "components", "target"}
+_FIELDS = FIELDS - {"components", "target"}
 _SPECIAL = {"bos_token_id", "eos_token_id", "pad_token_id"}
 
 

@@ -13,16 +13,14 @@ from dflash_lightning.component import Component
 from dflash_lightning.draft_config import DraftConfig
 from dflash_lightning.errors import SettingError
 from dflash_lightning.files import DraftOrigin
-from dflash_lightning.model.trio import AXES, FIELD_OF
+from dflash_lightning.geometry import FIELD_OF, GEOMETRY, OF_TARGET
+from dflash_lightning.model.trio import AXES
 
 # Fields of ``DraftConfig`` that weights depend on, by the part that decides them; null: the drafter as a whole.
 FIELDS: dict[str | None, tuple[str, ...]] = {
     None: ("block_size", "label_layout", "mask_token_id", "draft_vocab_size"),
     "conditioning": ("target_layer_ids",),
-    "drafter": (
-        *("num_hidden_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
-        *("hidden_act", "rms_norm_eps", "rope_parameters", "layer_types", "sliding_window", "is_causal"),
-    ),
+    "drafter": tuple(name for name in GEOMETRY if name not in OF_TARGET),
 }
 _UNSTATED = ("hidden_act",)  # fields that no setting of a recipe decides
 

@@ -8,18 +8,13 @@ from typing import Any
 
 from dflash_lightning.component import Component
 from dflash_lightning.conditioning import Conditioning
-from dflash_lightning.draft_config import DraftConfig
+from dflash_lightning.draft_config import FIELDS, DraftConfig
 from dflash_lightning.drafter import Drafter
+from dflash_lightning.geometry import FIELD_OF
 from dflash_lightning.head import DraftHead
 
 AXES: dict[str, type[Component]] = {"conditioning": Conditioning, "drafter": Drafter, "head": DraftHead}
 KNOWN_ELSEWHERE = {"conditioning": "kv_injection", "drafter": "block_transformer", "head": "marginal"}
-# Settings that ``DraftConfig`` has as fields of another name.
-FIELD_OF = {
-    "num_heads": "num_attention_heads",
-    "num_kv_heads": "num_key_value_heads",
-    "num_layers": "num_hidden_layers",
-}
 
 
 def unknown_elsewhere(config: DraftConfig) -> dict[str, str]:
@@ -32,17 +27,17 @@ def unknown_elsewhere(config: DraftConfig) -> dict[str, str]:
     for axis, known in KNOWN_ELSEWHERE.items():
         part = config.components.get(axis, {})
         name = str(part.get("name"))
-        changed = ", ".join(_changed(axis, name, part.get("settings") or {}, config)) if name == known else ""
+        changed = ", ".join(_changed(axis, name, part.get("settings") or {})) if name == known else ""
         if name != known or changed:
             found[axis] = f"{name}({changed})" if changed else name
     return found
 
 
-def _changed(axis: str, name: str, settings: dict[str, Any], config: DraftConfig) -> Iterator[str]:
+def _changed(axis: str, name: str, settings: dict[str, Any]) -> Iterator[str]:
     part = AXES[axis].registry[name]
-    fields, defaults = (inspect.signature(made.__init__).parameters for made in (type(config), part))
+    defaults = inspect.signature(part.__init__).parameters
     for setting, value in settings.items():
-        if setting in part.initial or FIELD_OF.get(setting, setting) in fields:
+        if setting in part.initial or FIELD_OF.get(setting, setting) in FIELDS:
             continue
         if setting not in defaults or value != defaults[setting].default:
             yield f"{setting}={value!r}"

@@ -7,7 +7,7 @@ import math
 import types
 import typing
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dflash_lightning.recipe.arguments import Arguments, Reader, by_import
@@ -101,7 +101,8 @@ class NodeChecker:
         yield from own
         cheap = self.read is by_import and where.partition(".")[0] in _CHEAP
         if cheap and not own and not holds_unknown(node):
-            yield from faults_of(lambda: make(node), where)
+            for fault in faults_of(lambda: make(node), where):
+                yield replace(fault, where=_in_its_part(fault.where, where))
 
     def _arguments(self, node: dict[str, Any], arguments: Arguments, where: str) -> Iterator[Fault]:
         supplied = _SUPPLIED.get(where, set())
@@ -119,6 +120,12 @@ class NodeChecker:
         for key in sorted(allowed & arguments.required - node.keys()):
             words = describe(arguments.hints[key])
             yield Fault(f"{where}.{key}", f"required by {node['_target_']}", f"Set {where}.{key} ({words})")
+
+
+def _in_its_part(said: str, where: str) -> str:
+    """A setting as a recipe writes it: one of several parts of a group does not know its own name there."""
+    group = f"{where.partition('.')[0]}."
+    return said if said.startswith(where) or not said.startswith(group) else f"{where}.{said.removeprefix(group)}"
 
 
 def _classes(hint: Any) -> tuple[type, ...]:

@@ -109,7 +109,8 @@ def range_faults(tree: dict[str, Any]) -> Iterator[Fault]:
                 continue
             for number in value if isinstance(value, list) else [value]:
                 if _is_number(number) and not bounds.holds(number):
-                    whole = isinstance(number, int) and bounds.above is None and bounds.below is None
+                    share = bounds.most == 1
+                    whole = isinstance(number, int) and bounds.above is None and bounds.below is None and not share
                     do = f"Set a {'whole ' if whole else ''}number {bounds}{f'; {bounds.note}' if bounds.note else ''}"
                     yield Fault(where, f"{number} is not {bounds}", do)
 

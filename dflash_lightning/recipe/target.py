@@ -15,7 +15,7 @@ from dflash_lightning.recipe.tree import holds_unknown, mapping_at, select
 from dflash_lightning.target import load_target
 from dflash_lightning.target.preview import TargetPreview, preview
 from dflash_lightning.target.room import most_new_tokens
-from dflash_lightning.training.requirements import check_signals
+from dflash_lightning.training.requirements import check_accumulation, check_signals, check_teacher
 from dflash_lightning.types import Alignment
 
 _PARTS = ("block", "conditioning", "drafter", "head")
@@ -37,6 +37,11 @@ def target_faults(tree: dict[str, Any], *, local: bool = True) -> Iterator[Fault
     yield from faults_of(plan.check_parts, "block")
     terms = {name: make(node) for name, node in mapping_at(tree, "loss").items()}
     yield from faults_of(partial(check_signals, terms, plan.head), "loss")
+    products = mapping_at(tree, "data").get("feature_products")
+    yield from faults_of(partial(check_teacher, terms, products), "data")
+    accumulated = mapping_at(tree, "trainer").get("accumulate_grad_batches")
+    if isinstance(accumulated, int):
+        yield from faults_of(partial(check_accumulation, plan.conditioning, accumulated), "trainer")
     if holds_unknown(node) or not _is_usual(node):
         return
     known = {key: node[key] for key in ("revision", "trust_remote_code") if key in node}

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 from lightning.pytorch.utilities import rank_zero_warn
 
+from dflash_lightning.conditioning import Conditioning
 from dflash_lightning.errors import SettingError
 from dflash_lightning.head import DraftHead
 from dflash_lightning.loss import LossTerm
@@ -79,4 +80,21 @@ def check_signals(terms: Mapping[str, LossTerm], head: DraftHead) -> None:
             f"head.{idle[0]}",
             "no loss term trains this signal, so it would stay random",
             do=f"Add one that reads it (loss=[..,{idle[0]}]), or switch it off",
+        )
+
+
+def check_accumulation(conditioning: Conditioning, accumulated: int) -> None:
+    """Refuse a step of several micro-batches where a round is played on each: their slots are not counted before.
+
+    ``accumulated`` is the number of micro-batches of an optimizer step.
+
+    Raises:
+        ValueError: there are several, and the conditioning ``carries``.
+    """
+    if conditioning.carries and accumulated > 1:
+        raise SettingError(
+            "trainer.accumulate_grad_batches",
+            f"{accumulated}, but conditioning {conditioning.name!r} moves the blocks of every micro-batch to "
+            "where a round has ended, so that the losses' counts are not known before the last of them",
+            "Use 1, and more data.rows_per_batch or data.row_tokens",
         )

@@ -17,10 +17,10 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from dflash_lightning.block import count_batch, lay_out_at
-from dflash_lightning.errors import SettingError
 from dflash_lightning.model import DraftModel
 from dflash_lightning.ops.lm_head import LanguageHead
 from dflash_lightning.target import FrozenTarget, branch_features, check_branches
+from dflash_lightning.training.requirements import check_accumulation
 from dflash_lightning.types import BlockLayout, Carried, FeatureSpec, Scores, TargetFeatures, TrainBatch
 
 _DRAFTED_AT_ONCE = 512  # slots whose full logits exist at a time
@@ -33,13 +33,7 @@ def check_rounds(target: FrozenTarget, model: DraftModel, *, accumulated: int) -
         ValueError: several micro-batches make one step, whose slots nobody can count before they are all drafted; or
             the target cannot read drafts beside a text.
     """
-    if accumulated > 1:
-        raise SettingError(
-            "trainer.accumulate_grad_batches",
-            f"{accumulated}, but conditioning {model.conditioning.name!r} moves the blocks of every micro-batch to "
-            "where a round has ended, so that the losses' counts are not known before the last of them",
-            "Use 1, and more data.rows_per_batch or data.row_tokens",
-        )
+    check_accumulation(model.conditioning, accumulated)
     check_branches(target)
 
 

@@ -107,7 +107,7 @@ def faults_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         words += [f"{key}._target_=own_pairs.{parts[key]}" for key in ("head", "drafter") if key in parts]
         words = [word.replace("__", ".") for word in words]
         cfg = load_recipe(str(tmp_path / "mine.yaml"), [*words, *extra])
-        return [str(fault) for fault in list_faults(cfg) if not str(fault).startswith(("data.", "callbacks.spec"))]
+        return [str(fault) for fault in list_faults(cfg) if not str(fault).startswith(("data.train", "callbacks.spec"))]
 
     yield find
     sys.modules.pop("own_pairs", None)
@@ -149,6 +149,22 @@ def test_the_recipe_without_them_has_no_fault(faults_with: Any) -> None:
             {"decoding__policy": "Reading"},
             [],
             ("decoding.policy: ", "Reading reads the signals tide", "head offers none", "Use"),
+        ),
+        (
+            {},
+            ["loss=forward_kl", "data.cache_features=ram", "data.feature_products=bfloat16"],
+            ("data.feature_products: ", "bfloat16", "loss.forward_kl", "Set it to auto"),
+        ),
+        ({}, ["loss=bv", "loss.bv.anneal=2"], ("loss.bv.anneal: ", "2 is not a share", "Use 0..1")),
+        (
+            {},
+            ["conditioning=carryover", "trainer.accumulate_grad_batches=2"],
+            ("trainer.accumulate_grad_batches: ", "2", "'carryover'", "Use 1"),
+        ),
+        (
+            {},
+            ["conditioning=carryover", "block=tokens", "drafter=causal_transformer"],
+            ("conditioning: ", "'carryover'", "'causal_transformer'", "Use"),
         ),
         (
             {"decoding__policy": "Looking", "decoding__verifier": "ByChance"},
