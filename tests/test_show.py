@@ -63,7 +63,7 @@ def test_every_setting_has_its_line(lines: dict[str, str]) -> None:
         ("data.truncate", "right", ["default right", "one of 'right', 'left', 'drop'", "what longer documents lose"]),
         ("data.rejected", "runs/quickstart/rejected.jsonl", ["default null", "lists every dropped row"]),
         ("seed", "0", ["between 0 and 4294967295"]),
-        ("decoding.verifier", "auto", ["one of 'auto', 'greedy', 'match', 'token'", "longest match"]),
+        ("decoding.verifier", "null", ["default null", "match or token, by temperature"]),
         ("trainer.max_epochs", "", ["default null", "-1 or more", "Stop training once this number of epochs"]),
         ("callbacks.speculative_eval.decoding", "{temperature: 0.0", ["how to decode"]),
         ("trainer.logger", "{save_dir: runs/quickstart", ["Logger"]),

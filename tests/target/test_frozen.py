@@ -155,7 +155,7 @@ def test_a_packed_batch_flattened_for_flash_kernels_is_put_back_in_shape(
     ids, positions = rows()
     expected = target.features(ids, positions, FeatureSpec((3,), last_hidden=True))
     seen: list[tuple[int, ...]] = []
-    trunk = target._trunk(FeatureSpec((3,), last_hidden=True))
+    trunk = target.trunk(FeatureSpec((3,), last_hidden=True))
     forward = trunk.decoder.forward
 
     def with_sdpa(input_ids: Tensor, **kwargs: object) -> object:
@@ -312,12 +312,12 @@ def test_wrong_layer_ids_are_refused_with_ids_that_work(
     proposed = eval(str(caught.value).rsplit("for example ", 1)[1].rstrip("."))
     check_layer_ids(proposed, tiny_target.facts)
     with pytest.raises(ValueError, match=message):
-        tiny_target._trunk(FeatureSpec(tuple(ids)))
+        tiny_target.trunk(FeatureSpec(tuple(ids)))
 
 
 def test_features_of_no_layer_are_the_tokens_alone_and_cost_no_forward(tiny_target: FrozenTarget) -> None:
     ids, positions = rows()
-    with patch.object(tiny_target, "_trunk", side_effect=AssertionError("a forward")):
+    with patch.object(tiny_target, "trunk", side_effect=AssertionError("a forward")):
         found = tiny_target.features(ids, positions, FeatureSpec())
     assert found.hidden.shape == (*ids.shape, 0, 32) and found.last_hidden is None
     assert torch.equal(found.ids, ids) and torch.equal(found.next_ids[:, :-1], ids[:, 1:])

@@ -180,7 +180,7 @@ REFUSED = {
     ),
     "rwkv": ({}, "recurrent state cannot be rolled back"),
     "bloom": ({}, "ALiBi"),
-    "llama4_text": ({}, r"layers of kind \['chunked_attention'\]"),
+    "llama4_text": ({}, r"scales queries by their row in a forward"),
     "vit": ({}, "no causal language model"),
 }
 
