@@ -12,13 +12,7 @@ from transformers import Qwen3Config
 from dflash_lightning.draft_config import DraftConfig
 from dflash_lightning.export.base import Exporter, ExportFacts
 from dflash_lightning.export.conventions import Conventions
-from dflash_lightning.export.qwen3_layout import (
-    ascending,
-    conventions_of,
-    identity,
-    required,
-    transformer_settings,
-)
+from dflash_lightning.export.qwen3_layout import ascending, conventions_of, identity, required, transformer_settings
 from dflash_lightning.export.vllm import PLAINLY, vllm_command
 from dflash_lightning.target.served import SERVERS_READ
 
