@@ -67,6 +67,12 @@ class NodeChecker:
         elif isinstance(value, list) and any(isinstance(item, dict) and "_target_" in item for item in value):
             for i, item in enumerate(value):
                 yield from self.value(item, Any, f"{where}[{i}]")
+        elif isinstance(value, dict) and _classes(hint):
+            what = f"settings {sorted(value)} are given, but no class that they belong to"
+            group = where.partition(".")[0]
+            yield Fault(
+                where, what, f"Choose an option of {group} that has one (dflash recipes), or add {where}._target_"
+            )
         elif value == "None" or not fits(value, hint):
             kind = type(value).__name__
             yield Fault(where, f"{value!r} ({kind}) does not fit; allowed: {describe(hint)}", advice(value, hint))

@@ -154,3 +154,9 @@ def test_an_evaluation_is_known_by_its_class() -> None:
 
 class NotASpeculativeEval:
     """Ends like the class, which is what it was known by."""
+
+
+def test_settings_of_a_builder_that_is_not_chosen_are_named() -> None:
+    found = [str(fault) for fault in list_faults(load_recipe("dflash", ["decoding.builder.budget=32"]))]
+    (fault,) = [text for text in found if text.startswith("decoding.builder")]
+    assert "settings ['budget'] are given, but no class" in fault and "decoding.builder._target_" in fault
