@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=1 python tests/measure_family.py OUT.jsonl [METHOD ...]
 
 Each METHOD (all of ``METHODS`` unless named) trains for ``EPOCHS`` epochs on the quickstart's rows with features from
-disk, then decodes ``PROMPTS`` held-out prompts one at a time at temperature 0 and 1, ``COMPARED`` of them plainly too. A
-line of JSON per way of decoding goes to OUT: tau, CPU-seconds of training (features not counted), drafted and plain
+disk, then decodes ``PROMPTS`` held-out prompts one at a time at temperature 0 and 1, ``COMPARED`` of them plainly too.
+A line of JSON per way of decoding goes to OUT: tau, CPU-seconds of training (features not counted), drafted and plain
 tokens per CPU-second, outputs identical to plain decoding of those compared, parameters. ``--table OUT.jsonl`` prints
 what README shows. BV loss is not among the methods: its rows must be drawn at temperature 1.
 """
