@@ -57,6 +57,7 @@ def example(tmp_path, monkeypatch, make_target):
     monkeypatch.chdir(tmp_path)
     (command,) = example_commands("new")
     assert main(command) == 0
+    importlib.invalidate_caches()  # its tests/ was not there when the command looked for modules of that name
     target = make_target("llama")
     target.model.save_pretrained("target")
     target.tokenizer.save_pretrained("target")
