@@ -57,7 +57,7 @@ METHODS: dict[str, tuple[str, list[str]]] = {
     "dspark": ("dspark", [*ANCHORED, *SIX, *WARM]),
     "dflare": ("dflare", [*ANCHORED, *SEVEN, *WARM]),
     "input_fusion": ("input_fusion", DFLASH),
-    "dflash_ar": ("dflash_ar", [*ANCHORED, *SIX, *WARM]),
+    "dflash_ar": ("dflash_ar", [*ANCHORED, *SIX]),
     "eagle3": ("eagle3", [*ANCHORED, *SIX]),
     "carryover": ("carryover", DFLASH),
     "target_tail": ("target_tail", [*ANCHORED, *SEVEN]),
