@@ -16,7 +16,7 @@ from dflash_lightning.decoding.noise import Noise, Stream
 from dflash_lightning.decoding.sampling import Sampler, SamplingSpec
 from dflash_lightning.decoding.stats import DecodeStats
 from dflash_lightning.decoding.types import Draft, Round, Scores
-from dflash_lightning.decoding.verifier import MatchVerifier, TokenVerifier
+from dflash_lightning.decoding.verifier import MatchVerifier, RejectionVerifier
 
 # After nothing, and after each last token: the target is a Markov chain.
 E3_FIRST = (0.5, 0.3, 0.2)
@@ -67,7 +67,7 @@ def enumerate_token(case: str, num_drafts: int, declared: tuple | None = None) -
             sampler = Sampler(SamplingSpec(temperature=1.0), FixedUniform(uniform))
             draft = Draft(torch.tensor([[0, *drafts]]), "sampled", law=Law(torch.tensor([declared or rows])))
             where = Round(torch.zeros(1, dtype=torch.long), torch.zeros(1, dtype=torch.long), 0)
-            verdict = TokenVerifier().verify(draft, torch.tensor([target]).log(), where, sampler)
+            verdict = RejectionVerifier().verify(draft, torch.tensor([target]).log(), where, sampler)
             if int(verdict.accepted) != stop:  # this many cannot happen: a draft that is certain, or impossible
                 continue
             accept = verdict.acceptance[0].double()
@@ -138,7 +138,7 @@ def test_an_argmax_draft_judged_by_a_marginal_law_goes_wrong_as_predicted(p, q, 
         sampler = Sampler(SamplingSpec(temperature=1.0), FixedUniform(torch.tensor([[u]])))
         where = Round(torch.zeros(1, dtype=torch.long), torch.zeros(1, dtype=torch.long), 0)
         told = Draft(torch.tensor([[0, draft]]), "sampled", law=Law(torch.tensor([[q]])))
-        verdict = TokenVerifier().verify(told, torch.tensor([[p, p]]).log(), where, sampler)
+        verdict = RejectionVerifier().verify(told, torch.tensor([[p, p]]).log(), where, sampler)
         accept = float(verdict.acceptance)
         if int(verdict.accepted) != stop:
             continue
@@ -166,7 +166,7 @@ def test_matching_accepts_an_argmax_draft_as_often_as_the_target_says_it(case, n
     assert abs(float(accepted.mean()) - expected) < 4 * float(accepted.std()) / n**0.5
 
 
-@pytest.mark.parametrize("verifier", [MatchVerifier, TokenVerifier])
+@pytest.mark.parametrize("verifier", [MatchVerifier, RejectionVerifier])
 def test_drawn_tokens_follow_the_target(verifier) -> None:
     """The whole path with real noise: two tokens of each of 100000 rounds; chi-squared (8 df) below its 99.99 % point.
 
@@ -232,7 +232,7 @@ def test_reduced_draft_vocabulary_keeps_the_law() -> None:
     scores = Scores(torch.zeros(n, 1, 2), torch.tensor([0, 2]))
     draft = SampledChain().build(torch.zeros(n, dtype=torch.long), scores, where, sampler)
     assert set(draft.tokens[:, 1].tolist()) == {0, 2}
-    verdict = TokenVerifier().verify(draft, p.log().expand(n, 2, 3), where, sampler)
+    verdict = RejectionVerifier().verify(draft, p.log().expand(n, 2, 3), where, sampler)
     first = torch.where(verdict.accepted == 1, draft.tokens[:, 1], verdict.following)
     expected = n * p.double()
     assert float(((first.bincount(minlength=3) - expected) ** 2 / expected).sum()) < 21.1

@@ -3,6 +3,6 @@
 from dflash_lightning.decoding.verifier.base import Verifier
 from dflash_lightning.decoding.verifier.block import BlockVerifier
 from dflash_lightning.decoding.verifier.match import MatchVerifier
-from dflash_lightning.decoding.verifier.rejection import RejectionVerifier, TokenVerifier
+from dflash_lightning.decoding.verifier.rejection import RejectionVerifier
 
-__all__ = ["BlockVerifier", "MatchVerifier", "RejectionVerifier", "TokenVerifier", "Verifier"]
+__all__ = ["BlockVerifier", "MatchVerifier", "RejectionVerifier", "Verifier"]

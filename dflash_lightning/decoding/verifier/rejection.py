@@ -121,6 +121,3 @@ def draw_following(law: Law, where: Round, sampler: Sampler) -> Int[Tensor, " B"
     """The token after the last accepted draft, from a law of one row per row of the batch."""
     at = Noise.at(where.index, where.positions.new_zeros(1, 1))
     return sampler.draw(law.at((slice(None), None)), Stream.RESIDUAL, where.requests, at)[:, 0]
-
-
-TokenVerifier = RejectionVerifier  # its name on chains
