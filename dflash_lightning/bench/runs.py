@@ -71,8 +71,8 @@ def _check_once(runs: list[Run]) -> None:
         first = seen.setdefault((run.method, run.seed), run)
         if first is not run:
             raise ValueError(
-                f"RUN: {first.where} and {run.where} are both of {run.method.name}, seed {run.seed}, and would count twice. "
-                "Give one of them."
+                f"RUN: {first.where} and {run.where} are both of {run.method.name}, seed {run.seed}, and would count "
+                "twice. Give one of them."
             )
 
 
