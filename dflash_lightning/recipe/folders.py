@@ -15,9 +15,13 @@ def recipes_folder() -> Path:
 
 
 def recipe_names(folder: Path | None = None) -> list[str]:
-    """The recipes in a folder; the shipped ones if none is given. One in a sub-folder is called ``bench/dflash``."""
+    """The recipes in a folder; the shipped ones if none is given. One in a sub-folder is called ``bench/dflash``.
+
+    ``bench/_protocol`` is what several recipes share, and none by itself.
+    """
     root = folder or recipes_folder()
-    nested = (f"{path.parent.name}/{path.stem}" for path in root.glob("*/*.yaml") if is_nested_recipe(path))
+    files = (path for path in root.glob("*/*.yaml") if not path.stem.startswith("_") and is_nested_recipe(path))
+    nested = (f"{path.parent.name}/{path.stem}" for path in files)
     return [*sorted(path.stem for path in root.glob("*.yaml")), *sorted(nested)]
 
 
