@@ -16,7 +16,7 @@ from dflash_lightning.files import RECIPE_FILE, STATE_FILE
 from dflash_lightning.recipe.compose import CannotCompose, compose_file
 from dflash_lightning.recipe.evaluation import has_evaluation
 from dflash_lightning.recipe.faults import Fault, RecipeError, hint_for
-from dflash_lightning.recipe.folders import recipe_names, recipes_folder
+from dflash_lightning.recipe.folders import recipe_name, recipe_names, recipes_folder
 from dflash_lightning.recipe.overrides import TARGET, Overrides
 from dflash_lightning.recipe.renamed import with_new_names
 from dflash_lightning.recipe.yaml import yaml_traps
@@ -77,7 +77,7 @@ def load_with_faults(
         cfg = OmegaConf.create(with_new_names(saved))
     OmegaConf.set_struct(cfg, False)
     if "name" not in cfg or OmegaConf.is_missing(cfg, "name"):
-        cfg.name = file.stem
+        cfg.name = recipe_name(file)
     _drop_unwanted(cfg, asked)
     return cfg, faults, frozenset(asked.refused)
 
