@@ -20,9 +20,9 @@ from omegaconf.errors import OmegaConfBaseException
 from dflash_lightning.recipe.faults import Fault, hint_for
 from dflash_lightning.recipe.folders import (
     folder_words,
+    folders_of,
     group_options,
     misplaced,
-    options_folder,
     recipe_names,
     recipes_folder,
 )
@@ -78,8 +78,7 @@ def _compose(file: Path, overrides: Sequence[str]) -> DictConfig:
     Hydra looks through its own packaged configurations (and those of its plugins) before any folder it is given, so
     that a file of the same name there would silently take the place of the user's.
     """
-    folders = dict.fromkeys([options_folder(file).resolve(), recipes_folder().resolve()])
-    quoted = ["'file://" + str(folder).replace("'", "\\'") + "'" for folder in folders]
+    quoted = ["'file://" + str(folder).replace("'", "\\'") + "'" for folder in folders_of(file)]
     search = f"hydra.searchpath=[{','.join(quoted)}]"
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*Defaults list is missing `_self_`.*")
@@ -95,8 +94,15 @@ def _compose(file: Path, overrides: Sequence[str]) -> DictConfig:
 def _missing(file: Path, name: str) -> Fault:
     """A file that ``defaults`` name and nobody has; ``name`` is ``group/option`` or a recipe."""
     group, _, option = name.strip("/").rpartition("/")
+    known: list[str]
+    if group and any(
+        known := [name for f in folders_of(file) for name in recipe_names(f) if name.startswith(f"{group}/")]
+    ):
+        return Fault(
+            str(file), f"its defaults name {group}/{option}, which is no recipe", _near(f"{group}/{option}", known)
+        )
     if group:
-        known = group_options(recipes_folder(), options_folder(file)).get(group, [])
+        known = group_options(*folders_of(file)).get(group, [])
         where = folder_words(file, f"{group}/")
         do = misplaced(file, group, option) or hint_for(option, known)
         return Fault(str(file), f"no option {group}={option} lies in {where}", do)
@@ -117,7 +123,7 @@ def _refusal(file: Path, text: str) -> Fault:
     if "must be a DictConfig" in words:
         return Fault(str(file), "is a list, but a recipe is a mapping of settings", "Write key: value lines")
     if "No match in the defaults list" in words and "override" in words:
-        do = f"The groups are {', '.join(group_options(recipes_folder(), options_folder(file)))}"
+        do = f"The groups are {', '.join(group_options(*folders_of(file)))}"
         return Fault(str(file), words, do)
     if "Could not delete from config" in words:
         return Fault(str(file), words, "See what there is with dflash show, without this override")
