@@ -146,7 +146,7 @@ class EncoderLayer(nn.Module):
         source: Callable[[Tensor, Tensor], KVSource],
         dense: bool,
     ) -> Float[Tensor, "B R H"]:
-        """Every row is a block of one slot: it reads its source and itself."""
+        """[B, R, H] to the same. Every row is a block of one slot: it reads its source and itself."""
         normed = self.input_layernorm(x)
         q, k, v = (
             project(normed).unflatten(-1, (-1, self.head_dim)) for project in (self.q_proj, self.k_proj, self.v_proj)

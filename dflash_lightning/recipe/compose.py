@@ -94,13 +94,10 @@ def _compose(file: Path, overrides: Sequence[str]) -> DictConfig:
 def _missing(file: Path, name: str) -> Fault:
     """A file that ``defaults`` name and nobody has; ``name`` is ``group/option`` or a recipe."""
     group, _, option = name.strip("/").rpartition("/")
-    known: list[str]
-    if group and any(
-        known := [name for f in folders_of(file) for name in recipe_names(f) if name.startswith(f"{group}/")]
-    ):
-        return Fault(
-            str(file), f"its defaults name {group}/{option}, which is no recipe", _near(f"{group}/{option}", known)
-        )
+    full = f"{group}/{option}"
+    beside = [known for folder in folders_of(file) for known in recipe_names(folder) if known.startswith(f"{group}/")]
+    if beside:
+        return Fault(str(file), f"its defaults name {full!r}, which is no recipe", _near(full, beside))
     if group:
         known = group_options(*folders_of(file)).get(group, [])
         where = folder_words(file, f"{group}/")
