@@ -72,7 +72,7 @@ def _named(file: Path, name: str, folders: tuple[Path, ...]) -> Path:
     """A recipe or option that ``defaults`` of a file name: in the first of the folders that has it."""
     name = name.lstrip("/")
     places = [folder / f"{name}.yaml" for folder in folders]
-    return next((place for place in places if place.is_file() and place != file), file.with_name(f"{name}.yaml"))
+    return next((place for place in places if place.is_file() and place != file), file.parent / f"{name}.yaml")
 
 
 def _first(folders: tuple[Path, ...], group: str, name: str) -> Path:

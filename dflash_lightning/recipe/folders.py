@@ -17,12 +17,12 @@ def recipes_folder() -> Path:
 def recipe_names(folder: Path | None = None) -> list[str]:
     """The recipes in a folder; the shipped ones if none is given. One in a sub-folder is called ``bench/dflash``.
 
-    ``bench/_protocol`` is what several recipes share, and none by itself.
+    A file whose name begins with ``_`` is none: it holds what several recipes share, which name it in their defaults.
     """
     root = folder or recipes_folder()
-    files = (path for path in root.glob("*/*.yaml") if not path.stem.startswith("_") and is_nested_recipe(path))
-    nested = (f"{path.parent.name}/{path.stem}" for path in files)
-    return [*sorted(path.stem for path in root.glob("*.yaml")), *sorted(nested)]
+    outer = (path.stem for path in root.glob("*.yaml") if not path.name.startswith("_"))
+    inner = (path for path in root.glob("*/*.yaml") if not path.name.startswith("_") and is_nested_recipe(path))
+    return [*sorted(outer), *sorted(f"{path.parent.name}/{path.stem}" for path in inner)]
 
 
 def group_options(*folders: Path) -> dict[str, list[str]]:
