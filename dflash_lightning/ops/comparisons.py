@@ -32,8 +32,7 @@ class TeacherLogProb(Request):
         return len(self.teacher.lm.weight)
 
     def value(self, chunk: Chunk) -> Float[Tensor, " r"]:
-        tokens, _ = self.teacher.lm.columns(chunk.pick(self.labels))
-        return self.teacher.law(chunk, self.temperature).log_prob(tokens)
+        return self.teacher.log_prob(chunk, self.labels, self.temperature)
 
     def answerable(self, chunk: Chunk) -> Bool[Tensor, " r"] | None:
         return self.teacher.lm.columns(chunk.pick(self.labels))[1]

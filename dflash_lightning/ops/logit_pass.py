@@ -55,12 +55,12 @@ class LogitPass:
             dtype, enabled = self.autocast
             with torch.autocast(self.rows.device.type, dtype=dtype, enabled=enabled):
                 logits = self.compose(*per_row, *shared).to(self.wide)
-            return Chunk(logits, self.rows[span], self.lm)
+            return Chunk(logits, self.rows, span, self.lm)
         weight, bias = self.lm.cast(self.dtype)
         # The dtype is decided above, once; autocast would cast the weight again for every chunk.
         with self.without_autocast():
             product = torch.nn.functional.linear(per_row[0].to(self.dtype), weight, bias)
-            return Chunk(self.lm.activate(product.to(self.wide)), self.rows[span], self.lm)
+            return Chunk(self.lm.activate(product.to(self.wide)), self.rows, span, self.lm)
 
     def answers(self, chunk: Chunk) -> list[Tensor]:
         """The answer of every request [r *width], with its ``fill`` where it has none."""
