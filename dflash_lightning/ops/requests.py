@@ -143,6 +143,29 @@ class Request(ABC):
 
 
 @dataclass(frozen=True, eq=False)
+class Detached(Request):
+    """The answer to ``request`` without a gradient, so that none is made: for weights and labels of a loss."""
+
+    request: Request
+    differentiable: ClassVar[bool] = False
+
+    @property
+    def width(self) -> tuple[int, ...]:
+        return self.request.width
+
+    @property
+    def columns(self) -> int:
+        return self.request.columns
+
+    def value(self, chunk: Chunk) -> Shaped[Tensor, r * width]:
+        assert self.request.differentiable, "this request has no gradient as it is"
+        return self.request.value(chunk).detach()
+
+    def answerable(self, chunk: Chunk) -> Bool[Tensor, " r"] | None:
+        return self.request.answerable(chunk)
+
+
+@dataclass(frozen=True, eq=False)
 class LabelLogProb(Request):
     """Log-probability (nats) of each slot's label: the data's own token, the target's likeliest, or any other id.
 

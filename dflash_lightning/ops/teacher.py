@@ -44,10 +44,15 @@ class TeacherLaw:
         self._columns = columns
         self._log_normaliser = log_normaliser
 
+    @property
+    def log_probs(self) -> Float[Tensor, "r c"]:
+        """Log-probabilities of the draft's tokens under the *whole* law, made anew."""
+        return self._columns - self._log_normaliser[:, None]
+
     @cached_property
     def probs(self) -> Float[Tensor, "r c"]:
         """Probabilities of the draft's tokens under the *whole* law: of a reduced vocabulary they sum below 1."""
-        return (self._columns - self._log_normaliser[:, None]).clamp_(min=LOG_FLOOR).exp_()
+        return self.log_probs.clamp_(min=LOG_FLOOR).exp_()
 
     @cached_property
     def log_probs_within(self) -> Float[Tensor, "r c"]:
@@ -78,13 +83,17 @@ class Teacher:
         last_hidden: hidden states after the target's final norm, never rounded by a cache.
         layout: says which row teaches which slot (``label_index - 1``).
         lm: the target's whole language head.
+        ids: the tokens of the draft's reduced head, if it has one.
+        temperatures: at which laws will be asked. One product serves them and the likeliest tokens, in any order.
     """
 
     last_hidden: Float[Tensor, "B S H"]
     layout: BlockLayout
     lm: LanguageHead
+    ids: Int[Tensor, " c"] | None = None
+    temperatures: tuple[float, ...] = ()
     _labels: Tensor | None = field(default=None, init=False, repr=False)
-    _readings: dict[tuple[int, float], Reading] = field(default_factory=dict, init=False, repr=False)
+    _readings: list[Reading] = field(default_factory=list, init=False, repr=False)
 
     def __post_init__(self) -> None:
         assert self.lm.ids is None, "a teacher speaks with the target's whole head"
@@ -105,7 +114,9 @@ class Teacher:
 
         def make() -> TeacherLaw:
             if (reading := self._reading(chunk, temperature)) is not None:
-                return TeacherLaw(reading.columns[chunk.span], reading.log_normaliser[chunk.span])
+                columns = reading.columns[chunk.span]
+                columns = columns if temperature == 1.0 else columns / temperature
+                return TeacherLaw(columns, reading.log_normalisers[temperature][chunk.span])
             logits, log_normaliser = self._whole(chunk, temperature)
             return TeacherLaw(logits if chunk.head.ids is None else logits[:, chunk.head.ids], log_normaliser)
 
@@ -115,15 +126,14 @@ class Teacher:
         """Log-probability of one token per row of ``chunk`` under the whole law; anything where it is no token."""
         reading = self._reading(chunk, temperature) if labels is self.layout.labels else None
         if reading is not None:
-            return reading.labels[chunk.span] - reading.log_normaliser[chunk.span]
+            return reading.labels[chunk.span] / temperature - reading.log_normalisers[temperature][chunk.span]
         logits, log_normaliser = self._whole(chunk, temperature)
         return _at(logits, self.lm.columns(chunk.pick(labels))[0]) - log_normaliser
 
     def labels(self) -> Int[Tensor, "B N K"]:
-        """The target's likeliest token at every scored slot, made once; -1 elsewhere.
-
-        Asked after the law of a reduced head, they cost nothing more.
-        """
+        """The target's likeliest token at every scored slot, made once; -1 elsewhere."""
+        if self._labels is None and self.ids is not None and self.temperatures and self._small(self.ids):
+            self._readings.append(self._read(self.ids, self.temperatures))
         if self._labels is None:
             index, rows = self.layout.label_index, self.layout.rows
             found = torch.full((index.numel(),), -1, device=index.device)
@@ -146,49 +156,50 @@ class Teacher:
         rows = self.layout.rows
         return cut(len(rows), max(1, chunk_bytes(rows.device) // (4 * len(self.lm.weight))))
 
+    def _small(self, ids: Int[Tensor, " c"]) -> bool:
+        return 4 * len(self.layout.rows) * len(ids) <= CHUNK_BYTES
+
     def _reading(self, chunk: Chunk, temperature: float) -> Reading | None:
         """What is kept of the law at the scored slots; null where it would not be small, or rows are others."""
         ids = chunk.head.ids
-        if ids is None or chunk.all_rows is not self.layout.rows:
+        if ids is None or chunk.all_rows is not self.layout.rows or not self._small(ids):
             return None
-        if 4 * len(self.layout.rows) * len(ids) > CHUNK_BYTES:
-            return None
-        key = (id(ids), temperature)
-        if key not in self._readings:
-            self._readings[key] = self._read(ids, temperature)
-        return self._readings[key]
+        for reading in self._readings:
+            if reading.ids is ids and temperature in reading.log_normalisers:
+                return reading
+        wanted = self.temperatures if ids is self.ids and temperature in self.temperatures else (temperature,)
+        self._readings.append(self._read(ids, wanted))
+        return self._readings[-1]
 
     @torch.no_grad()
-    def _read(self, ids: Int[Tensor, " c"], temperature: float) -> Reading:
+    def _read(self, ids: Int[Tensor, " c"], temperatures: tuple[float, ...]) -> Reading:
+        """One product for all scored slots. What it finds of the likeliest tokens is kept as well."""
         index, rows = self.layout.label_index, self.layout.rows
         own, _ = self.lm.columns(self.layout.labels.flatten()[rows])
         best = torch.full((index.numel(),), -1, device=index.device)
         wide = torch.promote_types(torch.float32, self._dtype)
         columns = self.last_hidden.new_empty(len(rows), len(ids), dtype=wide)
-        reading = Reading(ids, columns, *(columns.new_empty(len(rows)) for _ in range(2)))
+        normalisers = {temperature: columns.new_empty(len(rows)) for temperature in temperatures}
+        reading = Reading(ids, columns, columns.new_empty(len(rows)), normalisers)
         for span in self._spans():
             logits = self.logits(rows[span])
-            if self._labels is None:
-                best[rows[span]] = argmax(logits)
-            if temperature != 1.0:
-                logits.div_(temperature)
-            torch.index_select(logits, 1, ids, out=reading.columns[span])
+            best[rows[span]] = argmax(logits)
+            torch.index_select(logits, 1, ids, out=columns[span])
             reading.labels[span] = _at(logits, own[span])
-            top = logits.amax(-1, keepdim=True)
-            reading.log_normaliser[span] = logits.sub_(top).exp_().sum(-1).log_().add_(top.squeeze(-1))
-        if self._labels is None:
-            self._labels = best.view(index.shape)
+            for temperature, normaliser in normalisers.items():
+                normaliser[span] = (logits if temperature == 1.0 else logits / temperature).logsumexp(-1)
+        self._labels = best.view(index.shape) if self._labels is None else self._labels
         return reading
 
 
 @dataclass(frozen=True, eq=False)
 class Reading:
-    """What is kept of the target's law at all scored slots R, at one temperature."""
+    """What is kept of the target's law at all scored slots R."""
 
     ids: Int[Tensor, " c"]
     columns: Float[Tensor, "R c"]  # logits of the draft's tokens
-    log_normaliser: Float[Tensor, " R"]  # over the whole vocabulary
     labels: Float[Tensor, " R"]  # logits of the layout's own labels
+    log_normalisers: dict[float, Float[Tensor, " R"]]  # over the whole vocabulary, by temperature
 
 
 def argmax(logits: Float[Tensor, "r V"], width: int = 256) -> Int[Tensor, " r"]:
