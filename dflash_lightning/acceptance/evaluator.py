@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -31,6 +31,7 @@ _SLOTS = 4096  # drafted at once: what bounds the memory
 class _Text:
     """A document with what the target computed on it, on the CPU: it never changes while the drafter trains."""
 
+    domain: str
     document: Document
     responses: list[Response]
     features: TargetFeatures
@@ -67,7 +68,7 @@ class AcceptanceEvaluator:
     it does in decoding, on a copy; neither its modes and gradients nor any random state are touched.
 
     Args:
-        documents: what the target wrote; their supervised tokens are the responses (``find_responses``).
+        documents: what the target wrote, by domain; their supervised tokens are the responses (``find_responses``).
         settings: decoding; refuses what does not follow from the text (``AcceptanceRule.of``).
         smooth: also estimate from whole laws, at the price of one more row of the vocabulary per slot.
         slots_at_once: slots that are drafted together.
@@ -80,7 +81,7 @@ class AcceptanceEvaluator:
         self,
         target: FrozenTarget,
         draft: DraftModel,
-        documents: Sequence[Document],
+        documents: Mapping[str, Sequence[Document]],
         settings: DecodingSettings,
         *,
         smooth: bool = False,
@@ -97,10 +98,15 @@ class AcceptanceEvaluator:
         self._layouts: list[tuple[list[_Piece], BlockLayout]] = []
 
     def __call__(self) -> ExpectedRounds:
-        """The figures for the drafter's weights as they are now."""
+        """The figures of all domains together, for the drafter's weights as they are now."""
+        return sum(self.by_domain().values(), ExpectedRounds(self.num_drafts))
+
+    def by_domain(self) -> dict[str, ExpectedRounds]:
+        """The figures of every domain, for the drafter's weights as they are now."""
         with plain_mode(self.target.device):
             if self._texts is None:
-                self._texts = [text for document in self._documents for text in self._read(document)]
+                named = [(name, document) for name, some in self._documents.items() for document in some]
+                self._texts = [text for name, document in named for text in self._read(name, document)]
                 self._layouts = [(pieces, self._lay_out(pieces)) for pieces in self._pieces()]
             model = self._refreshed()
             tables = [torch.zeros(self._num_anchors(text), self.num_drafts, 2) for text in self._texts]
@@ -109,11 +115,11 @@ class AcceptanceEvaluator:
                 sizes = [piece.span.stop - piece.span.start for piece in pieces]
                 for piece, rows in zip(pieces, found.split(sizes), strict=True):
                     tables[piece.text][piece.span] = rows
-            return self._figures(tables)
+            return {domain: self._figures(domain, tables) for domain in self._documents}
 
     # -- the target's part, once --------------------------------------------------------------------------------------
 
-    def _read(self, document: Document) -> Iterator[_Text]:
+    def _read(self, domain: str, document: Document) -> Iterator[_Text]:
         """The text with the target's features; none where no round commits anything."""
         responses = find_responses(document, self.target.stop_ids, self.settings.max_new_tokens)
         responses = [response for response in responses if response.committed]
@@ -133,6 +139,7 @@ class AcceptanceEvaluator:
             probs[wanted[rows]] = law.of(ids.to(hidden.device)[tokens]).cpu()
         kept = seen if spec.last_hidden else replace(seen, last_hidden=None)
         yield _Text(
+            domain,
             replace(document, input_ids=ids, loss_mask=mask_of(responses, end)),
             responses,
             kept.map(_kept),
@@ -207,19 +214,21 @@ class AcceptanceEvaluator:
         found = torch.stack([*answers, *[torch.zeros_like(answers[0])] * (2 - len(answers))], dim=-1)
         return found[0, :, self.alignment.first_slot :].cpu()
 
-    def _figures(self, tables: list[Tensor]) -> ExpectedRounds:
+    def _figures(self, domain: str, tables: list[Tensor]) -> ExpectedRounds:
+        """The figures of one domain, from what is said of all texts [n, K, 2]."""
         assert self._texts is not None
-        if not self._texts:
+        texts = [(text, table) for text, table in zip(self._texts, tables, strict=True) if text.domain == domain]
+        if not texts:
             return ExpectedRounds(self.num_drafts)
         runs, documents, cut_count = [], [], 0
-        for text, table in zip(self._texts, tables, strict=True):
+        for text, table in texts:
             runs += table.split([response.committed for response in text.responses])
             documents += [text.document.sample_id] * len(text.responses)
             cut_count += sum(not response.stopped for response in text.responses)
         lengths = torch.tensor([len(run) for run in runs])
         padded = torch.nn.utils.rnn.pad_sequence(runs, batch_first=True)
         accept, reject = padded.unbind(-1)
-        own = sum(int((text.target_probs[text.judged] > 0.0).sum()) for text in self._texts)
+        own = sum(int((text.target_probs[text.judged] > 0.0).sum()) for text, _ in texts)
         smooth = float("nan")
         if self.smooth:
             smooth = float(smooth_rounds(round_chances(accept, lengths), reject, lengths).sum())

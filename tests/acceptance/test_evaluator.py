@@ -106,6 +106,10 @@ def decoded(target: FrozenTarget, draft: DraftModel, decoding: DecodingSettings,
     return decoder.decode(prompts, max_new_tokens=decoding.max_new_tokens, stop_ids=target.stop_ids)
 
 
+def evaluator(target, draft, documents: list[Document], decoding: DecodingSettings, **rest) -> AcceptanceEvaluator:
+    return AcceptanceEvaluator(target, draft, {"code": documents}, decoding, **rest)
+
+
 KINDS = {
     "dflash": {},
     "dspark": {"head": MarkovHead(rank=8), "block": Anchored(block_size=4, label_layout="anchor_first")},
@@ -141,7 +145,7 @@ def dspark(target: FrozenTarget, greedy_documents: list[Document]) -> DraftModel
 def test_greedy_rounds_are_those_of_real_decoding_text_by_text(target, greedy_documents, kind: str) -> None:
     greedy, documents = settings(), greedy_documents
     draft = taught(target, drafter(target, **KINDS[kind]), documents[:2])
-    found = AcceptanceEvaluator(target, draft, documents, greedy, slots_at_once=40)()
+    found = evaluator(target, draft, documents, greedy, slots_at_once=40)()
     real = decoded(target, draft, greedy, documents)
     assert [g.finish for g in real.generations] == ["stop", "length", "stop", "length"]
     rounds = {each.document: each.rounds for each in found.each}  # the third text is its first token: no round
@@ -157,7 +161,7 @@ def test_likeliest_drafts_judged_by_equality_have_no_chance_left_at_a_temperatur
     equal = settings(temperature=0.7, top_k=20, builder="best_chain", verifier="match", max_new_tokens=16, seed=5)
     documents = written(target, equal, PROMPTS[:2])
     real = decoded(target, dspark, equal, documents)
-    found = AcceptanceEvaluator(target, dspark, documents, equal)()
+    found = evaluator(target, dspark, documents, equal)()
     assert [each.rounds for each in found.each] == [float(len(g.committed)) for g in real.generations]
     assert found.own_share == 1.0
 
@@ -165,7 +169,7 @@ def test_likeliest_drafts_judged_by_equality_have_no_chance_left_at_a_temperatur
 def test_fewer_slots_than_trained_are_drafted_as_decoding_drafts_them(target, greedy_documents) -> None:
     short = settings(block_size=3)
     draft = taught(target, drafter(target), greedy_documents[:2])
-    found = AcceptanceEvaluator(target, draft, greedy_documents, short)()
+    found = evaluator(target, draft, greedy_documents, short)()
     real = decoded(target, draft, short, greedy_documents)
     assert found.num_drafts == 2 and found.rounds == real.stats.rounds and found.committed == real.stats.committed
 
@@ -190,7 +194,7 @@ def test_sampled_rounds_have_the_mean_of_real_decoding(make_target, name: str) -
     draft = taught(target, drafter(target, **parts), documents[:3], steps=0 if scale == 0.1 else 24)
     same = decoding.repeatable
     real = decoded(target, draft, decoding if same else dataclasses.replace(decoding, seed=1), documents)
-    found = AcceptanceEvaluator(target, draft, documents, decoding, smooth=not same)()
+    found = evaluator(target, draft, documents, decoding, smooth=not same)()
     counts = torch.tensor([float(len(g.committed)) for g in real.generations])
     rounds = torch.zeros(len(documents))
     rounds[[each.document for each in found.each]] = torch.tensor([each.rounds for each in found.each])
@@ -204,7 +208,7 @@ def test_sampled_rounds_have_the_mean_of_real_decoding(make_target, name: str) -
     assert found.own_share == 1.0
     assert found.tau > 1.1
     flatter = dataclasses.replace(decoding, temperature=2 * decoding.temperature)
-    assert AcceptanceEvaluator(target, draft, documents, flatter)().rounds != pytest.approx(found.rounds, rel=0.01)
+    assert evaluator(target, draft, documents, flatter)().rounds != pytest.approx(found.rounds, rel=0.01)
 
 
 def test_memory_is_bounded_without_another_figure_and_new_weights_need_no_new_features(
@@ -214,8 +218,8 @@ def test_memory_is_bounded_without_another_figure_and_new_weights_need_no_new_fe
     calls, features = [], FrozenTarget.features
     monkeypatch.setattr(FrozenTarget, "features", lambda self, *a, **k: calls.append(1) or features(self, *a, **k))
     sampling = settings(temperature=1.0)
-    whole = AcceptanceEvaluator(target, draft, greedy_documents, sampling, smooth=True)
-    pieces = AcceptanceEvaluator(target, draft, greedy_documents, sampling, smooth=True, slots_at_once=20)
+    whole = evaluator(target, draft, greedy_documents, sampling, smooth=True)
+    pieces = evaluator(target, draft, greedy_documents, sampling, smooth=True, slots_at_once=20)
     first, other = whole(), pieces()
     assert len(pieces._layouts) > 10 and len(whole._layouts) == 1 and len(calls) == 6
     assert first.pack().tolist() == pytest.approx(other.pack().tolist(), rel=1e-4)
@@ -234,12 +238,12 @@ def test_texts_of_somebody_else_are_known_by_what_the_target_would_have_written(
         dataclasses.replace(d, input_ids=d.input_ids.flip(0), loss_mask=torch.arange(len(d.input_ids)) > 2)
         for d in greedy_documents
     ]
-    assert AcceptanceEvaluator(target, dspark, documents, settings())().own_share < 0.5
+    assert evaluator(target, dspark, documents, settings())().own_share < 0.5
 
 
 def test_figures_add_up_over_texts_and_pass_through_a_vector(target, greedy_documents, dspark) -> None:
     whole, *parts = (
-        AcceptanceEvaluator(target, dspark, some, settings())()
+        evaluator(target, dspark, some, settings())()
         for some in (greedy_documents, greedy_documents[:1], greedy_documents[1:])
     )
     total = parts[0] + parts[1]
@@ -257,11 +261,11 @@ def test_what_does_not_follow_from_the_text_is_refused_by_name(target, dspark) -
     }
     for message, decoding in refused.items():
         with pytest.raises(ValueError, match=message):
-            AcceptanceEvaluator(target, dspark, [], decoding)
+            evaluator(target, dspark, [], decoding)
     carrying = drafter(target, conditioning=Carryover(target_layer_ids=[1, 3]))
     with pytest.raises(ValueError, match=r"conditioning: Carryover reads the drafts that the round before rejected"):
-        AcceptanceEvaluator(target, carrying, [], settings())
-    assert AcceptanceEvaluator(target, dspark, [], settings())().responses == 0
+        evaluator(target, carrying, [], settings())
+    assert evaluator(target, dspark, [], settings())().responses == 0
 
 
 def test_responses_are_what_the_loop_would_have_written() -> None:
@@ -281,6 +285,6 @@ def test_a_text_of_several_answers_counts_each_by_itself(target, greedy_document
     second = written(target, settings(), [prompt])[0]
     both = dataclasses.replace(second, loss_mask=second.loss_mask.clone())
     both.loss_mask[: len(first.loss_mask)] = first.loss_mask
-    apart = [AcceptanceEvaluator(target, dspark, [d], settings())() for d in (first, second)]
-    together = AcceptanceEvaluator(target, dspark, [both], settings(), slots_at_once=24)()
+    apart = [evaluator(target, dspark, [d], settings())() for d in (first, second)]
+    together = evaluator(target, dspark, [both], settings(), slots_at_once=24)()
     assert [e.rounds for e in together.each] == [apart[0].rounds, apart[1].rounds]
