@@ -23,7 +23,7 @@ _BASE = {
 _OPS = _BASE | {"ops"}
 _TARGET = _OPS | {"target"}
 _MODEL = _TARGET | {*AXES, "model"}
-_RUN = _MODEL | {"decoding", "training", "module", "data"}
+_RUN = _MODEL | {"decoding", "training", "module", "data", "acceptance"}
 _RECIPE = _RUN | {"callbacks", "export", "regenerate", "recipe"}
 ALLOWED = {
     **{part: _BASE for part in _BASE},
@@ -34,6 +34,7 @@ ALLOWED = {
     "decoding": _MODEL,
     "training": _MODEL,
     "data": _MODEL,
+    "acceptance": _MODEL | {"decoding", "data"},
     "module": _MODEL | {"training"},
     "regenerate": _RUN,
     "callbacks": _RUN,
