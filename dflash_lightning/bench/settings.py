@@ -64,6 +64,11 @@ class Measure:
     batch_size: int = 8  # prompts decoded at once where tau is counted
     compared: int = 12  # prompts whose output is compared with plain decoding's
     speed: dict[str, Any] | None = field(default_factory=dict)  # prompts, batch_sizes, compile; null times nothing
+    expected: dict[str, Any] | None = (
+        None  # by decoding: rows that the target wrote so, for the expected tau; null: none
+    )
+    block_size: int | None = None  # slots that the drafter is fed; null: as it was trained
+    untrained_slots: bool = False  # block_size may be larger than in training
 
     def __post_init__(self) -> None:
         if not self.prompts:
@@ -77,6 +82,10 @@ class Measure:
         for name in ("max_new_tokens", "batch_size"):
             if getattr(self, name) < 1:
                 raise SettingError(f"measure.{name}", f"{getattr(self, name)} is not a count", "Use 1 or more")
+        if unknown := sorted(set(self.expected or {}) - set(self.decodings)):
+            raise SettingError(
+                "measure.expected", f"{unknown[0]} is none of the decodings", f"Use some of {self.decodings}"
+            )
         _ = self.timing
 
     @property
@@ -84,14 +93,20 @@ class Measure:
         """``speed`` as settings; null where nothing is timed."""
         return SpeedSettings.read(self.speed)
 
-    def decoding(self, name: str, *, batch_size: int | None = None, compile: bool = False) -> DecodingSettings:
-        """The settings of one of the decodings, with this bench's lengths; noise of seed 0, whatever a run's seed."""
+    def decoding(
+        self, name: str, *, batch_size: int | None = None, compile: bool = False, slots: bool = True
+    ) -> DecodingSettings:
+        """The settings of one of the decodings, with this bench's lengths; noise of seed 0, whatever a run's seed.
+
+        ``slots`` false leaves out what belongs to the method and not to the bench: how many slots it is fed.
+        """
         cfg = load_recipe("dflash", [f"decoding={name}"])
         node = plain_tree(cfg, [])["decoding"]
         changed = {
             "max_new_tokens": self.max_new_tokens,
             "batch_size": batch_size or self.batch_size,
             "compile": compile,
+            **({"block_size": self.block_size, "untrained_slots": self.untrained_slots} if slots else {}),
         }
         settings = make({**node, **changed})
         assert isinstance(settings, DecodingSettings)
@@ -106,7 +121,7 @@ class Measure:
             "limit": self.limit,
             "compared": self.compared,
             "speed": None if timing is None else {name: _plain(value) for name, value in vars(timing).items()},
-            "decodings": {name: self.decoding(name).summary() for name in self.decodings},
+            "decodings": {name: self.decoding(name, slots=False).summary() for name in self.decodings},
         }
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from dflash_lightning.acceptance import expected_tau
 from dflash_lightning.bench import Measure
 from dflash_lightning.bench.decode import decode_bench, in_turns
 from dflash_lightning.bench.record import MEASURED_FILE, heading, protocol_of, training_of, why_anew
@@ -24,6 +25,7 @@ from dflash_lightning.recipe.load import load_recipe
 from dflash_lightning.recipe.make import make
 from dflash_lightning.recipe.nodes import NodeChecker
 from dflash_lightning.run import RunFolder, json_text, read_recipe, versions
+from dflash_lightning.target import FrozenTarget
 
 
 def measure(args: argparse.Namespace) -> int:
@@ -101,7 +103,7 @@ def _measure(
         "prompts": found.prompts,
         "speed": found.speed,
         "identical": found.identical,
-        "expected_tau": None,
+        "expected_tau": _expected(target, draft, settings),
         "device": str(target.device),
         "machine": machine(),
         "versions": versions(),
@@ -111,6 +113,24 @@ def _measure(
     if found.broken:
         print(f"dflash: {run.path}: output is not the target's own. Decoding is at fault: the figures say nothing")
     return found.broken
+
+
+def _expected(target: FrozenTarget, draft: FoundDraft, settings: Measure) -> dict[str, dict[str, float]] | None:
+    """The tau that rows of the target let expect, by decoding and domain; null where none is asked."""
+    return {
+        name: {
+            domain: rounds.tau
+            for domain, rounds in expected_tau(
+                target,
+                draft.model,
+                {"all": rows} if isinstance(rows, str) else rows,
+                settings.decoding(name),
+                chat_template_kwargs=draft.model.config.chat_template_kwargs,
+                setting=f"measure.expected.{name}",
+            ).items()
+        }
+        for name, rows in (settings.expected or {}).items()
+    } or None
 
 
 def _open(

@@ -19,7 +19,11 @@ from dflash_lightning.target.place import locate
 
 # Keys that hold file names and sources: they are looked up from the working folder before anything is loaded.
 _FILES, _SOURCES = ("callbacks.*.prompts", "callbacks.*.rows", "callbacks.*.rows.*"), "data.train"
-_MEASURED = ("measure.prompts.*",)  # read once the run is finished: no part of its record
+_MEASURED = (
+    "measure.prompts.*",
+    "measure.expected.*",
+    "measure.expected.*.*",
+)  # read once the run is finished: no part of its record
 
 
 def data_files(cfg: DictConfig) -> dict[str, Path]:

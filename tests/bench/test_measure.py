@@ -89,7 +89,7 @@ def test_a_run_records_what_was_asked_and_what_training_took(measured: Path) -> 
     state = RunFolder(measured).state
     assert state["asked"] == {"recipe": "smoke", "overrides": [*TOY, "seed=2"]}
     assert state["rows"] == 6 and state["loss"] > 0
-    assert 0 < state["training"]["cpu_s"] and 0 < state["training"]["wall_s"] < 60 * state["train_minutes"]
+    assert state["training"]["cpu_s"] > 0 and 0 < state["training"]["wall_s"] < 60 * state["train_minutes"]
     saved = torch.load(measured / "checkpoints" / "last.ckpt", weights_only=True)["callbacks"]
     assert any(set(one) == {"wall_s", "cpu_s"} for one in saved.values())
 

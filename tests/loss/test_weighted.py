@@ -188,7 +188,7 @@ def test_sums_of_the_example(made: Any) -> None:
     assert value(WeightedLoss(weight="auf"), made()) == pytest.approx(0.481589, abs=1e-6)
     assert value(WeightedLoss(weight="auf", normalize="blocks"), made()) == pytest.approx(2.407946, abs=1e-6)
     inside = WeightedLoss(weight="auf", decay=7)
-    assert total_of(inside, made()) / sum(weights(inside, made()) == pytest.approx(0.770124, abs=1e-6)
+    assert total_of(inside, made()) / sum(weights(inside, made())) == pytest.approx(0.770124, abs=1e-6)
     assert value(WeightedLoss(decay=7, normalize="weights"), made()) == pytest.approx(0.849680, abs=1e-6)
     d_pard = WeightedLoss(weight="overlap", alpha=0.5, loss="renyi")
     assert value(d_pard, made()) == pytest.approx(0.105333, abs=1e-6)
@@ -247,7 +247,7 @@ def test_helpers_by_hand() -> None:
 
 
 def test_what_the_target_would_not_write_silences_what_is_behind_it(made: Any) -> None:
-    """PARD-2: the target's chances .9, .8, .5, .2 of the labels, the last of no use; cross entropies .1, .4, .8, 1.5."""
+    """PARD-2: the target's chances .9, .8, .5, .2 of the labels, the last of no use; losses .1, .4, .8, 1.5."""
     law = torch.tensor([0.9, 0.8, 0.5, 0.2]).double()
     draft = (-torch.tensor([0.1, 0.4, 0.8, 1.5]).double()).exp()
     tables = [torch.stack([x, 1 - x], -1)[None] for x in (law, draft)]
@@ -383,8 +383,7 @@ def test_verification_aware_training_of_the_example(made: Any) -> None:
     """Hard 4.060225 and soft 4.576306 over five slots, and the survival head's .351124: 2.078430."""
     example = made()
     hard, soft = (
-        total_of(WeightedLoss(loss=loss, weight="vat", decay=7, labels="target"), example)
-        for loss in ("ce", "soft_ce")
+        total_of(WeightedLoss(loss=loss, weight="vat", decay=7, labels="target"), example) for loss in ("ce", "soft_ce")
     )
     assert (hard, soft) == pytest.approx((4.060225, 4.576306), abs=1e-6)
     guess = torch.tensor([[[0.5, 0.9, 0.8, 0.5, 0.4, 0.2]]], requires_grad=True)
