@@ -64,9 +64,7 @@ class Measure:
     batch_size: int = 8  # prompts decoded at once where tau is counted
     compared: int = 12  # prompts whose output is compared with plain decoding's
     speed: dict[str, Any] | None = field(default_factory=dict)  # prompts, batch_sizes, compile; null times nothing
-    expected: dict[str, Any] | None = (
-        None  # by decoding: rows that the target wrote so, for the expected tau; null: none
-    )
+    expected: dict[str, Any] | None = None  # rows that the target wrote, by decoding, for the expected tau
     block_size: int | None = None  # slots that the drafter is fed; null: as it was trained
     untrained_slots: bool = False  # block_size may be larger than in training
 
@@ -82,10 +80,8 @@ class Measure:
         for name in ("max_new_tokens", "batch_size"):
             if getattr(self, name) < 1:
                 raise SettingError(f"measure.{name}", f"{getattr(self, name)} is not a count", "Use 1 or more")
-        if unknown := sorted(set(self.expected or {}) - set(self.decodings)):
-            raise SettingError(
-                "measure.expected", f"{unknown[0]} is none of the decodings", f"Use some of {self.decodings}"
-            )
+        if unknown := sorted(set(self.expected or {}) - set(known)):
+            raise SettingError("measure.expected", f"there is no option decoding={unknown[0]}", f"Use some of {known}")
         _ = self.timing
 
     @property

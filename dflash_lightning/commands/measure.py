@@ -130,6 +130,7 @@ def _expected(target: FrozenTarget, draft: FoundDraft, settings: Measure) -> dic
             ).items()
         }
         for name, rows in (settings.expected or {}).items()
+        if name in settings.decodings
     } or None
 
 
