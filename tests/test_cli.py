@@ -35,7 +35,10 @@ from dflash_lightning.run import RunFolder
 from dflash_lightning.target import reference
 
 ROOT = Path(__file__).parent.parent
-COMMANDS = ["fit", "evaluate", "report", "generate", "regenerate", "inspect", "export", "check", "show", "recipes"]
+COMMANDS = [
+    *("fit", "evaluate", "report", "measure", "sweep", "compare", "generate", "regenerate"),
+    *("inspect", "export", "check", "show", "recipes"),
+]
 
 
 @pytest.fixture(scope="session")

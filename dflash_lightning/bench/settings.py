@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from types import MappingProxyType
 from typing import Any
 
 from dflash_lightning.decoding import DecodingSettings
@@ -11,6 +13,15 @@ from dflash_lightning.recipe.folders import group_options
 from dflash_lightning.recipe.load import load_recipe
 from dflash_lightning.recipe.make import make
 from dflash_lightning.recipe.tree import plain_tree
+
+# Settings of a recipe's own decoding that belong to the method: how many slots its drafter is fed.
+FED = ("block_size", "untrained_slots")
+
+
+def fed_by(recipe: dict[str, Any]) -> dict[str, Any]:
+    """What a resolved recipe says of ``FED``."""
+    node = recipe.get("decoding")
+    return {key: node[key] for key in FED if node.get(key) is not None} if isinstance(node, dict) else {}
 
 
 @dataclass(frozen=True)
@@ -65,8 +76,6 @@ class Measure:
     compared: int = 12  # prompts whose output is compared with plain decoding's
     speed: dict[str, Any] | None = field(default_factory=dict)  # prompts, batch_sizes, compile; null times nothing
     expected: dict[str, Any] | None = None  # rows that the target wrote, by decoding, for the expected tau
-    block_size: int | None = None  # slots that the drafter is fed; null: as it was trained
-    untrained_slots: bool = False  # block_size may be larger than in training
 
     def __post_init__(self) -> None:
         if not self.prompts:
@@ -90,11 +99,16 @@ class Measure:
         return SpeedSettings.read(self.speed)
 
     def decoding(
-        self, name: str, *, batch_size: int | None = None, compile: bool = False, slots: bool = True
+        self,
+        name: str,
+        *,
+        batch_size: int | None = None,
+        compile: bool = False,
+        fed: Mapping[str, Any] = MappingProxyType({}),
     ) -> DecodingSettings:
         """The settings of one of the decodings, with this bench's lengths; noise of seed 0, whatever a run's seed.
 
-        ``slots`` false leaves out what belongs to the method and not to the bench: how many slots it is fed.
+        ``fed`` is how a method's drafter is fed: settings of ``FED``.
         """
         cfg = load_recipe("dflash", [f"decoding={name}"])
         node = plain_tree(cfg, [])["decoding"]
@@ -102,14 +116,14 @@ class Measure:
             "max_new_tokens": self.max_new_tokens,
             "batch_size": batch_size or self.batch_size,
             "compile": compile,
-            **({"block_size": self.block_size, "untrained_slots": self.untrained_slots} if slots else {}),
+            **fed,
         }
         settings = make({**node, **changed})
         assert isinstance(settings, DecodingSettings)
         return settings
 
     def summary(self) -> dict[str, Any]:
-        """All but the prompts, as plain values; ``decodings`` with their own settings."""
+        """All but the prompts, as plain values; ``decodings`` with their own settings, and none of a method's."""
         timing = self.timing
         return {
             "max_new_tokens": self.max_new_tokens,
@@ -117,7 +131,7 @@ class Measure:
             "limit": self.limit,
             "compared": self.compared,
             "speed": None if timing is None else {name: _plain(value) for name, value in vars(timing).items()},
-            "decodings": {name: self.decoding(name, slots=False).summary() for name in self.decodings},
+            "decodings": {name: self.decoding(name).summary() for name in self.decodings},
         }
 
 
