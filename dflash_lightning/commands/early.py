@@ -23,7 +23,7 @@ _RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK", "NODE_RANK
 
 
 def check_files(args: argparse.Namespace) -> None:
-    """Refuse prompts, drafters, exports and targets that are not there, and settings of decoding that are none.
+    """Refuse files, drafters and targets that are not there, and settings of decoding that are none.
 
     Raises:
         ValueError: says which argument names what, and what is allowed.
@@ -33,6 +33,8 @@ def check_files(args: argparse.Namespace) -> None:
             find_file(path, setting="--prompts" if args.command != "regenerate" else "prompts")
     if getattr(args, "observed", None) is not None:
         find_file(args.observed, setting="--observed")
+    if getattr(args, "html", None) is not None:
+        check_writable(args.html, setting="--html")
     if args.command == "check" and not Path(args.folder).is_dir():
         raise ValueError(f"{args.folder}: there is no such folder. Give one that dflash export wrote.")
     for path in [*_listed(getattr(args, "draft", None)), *_listed(getattr(args, "run_dir", None))]:
@@ -42,6 +44,24 @@ def check_files(args: argparse.Namespace) -> None:
     # An export says first what its format cannot hold, which no target changes.
     if getattr(args, "target", None) is not None and args.command != "export":
         locate(str(load_recipe("dflash", [f"target={args.target}"]).target.source))
+
+
+def check_writable(path: str, *, setting: str) -> None:
+    """Refuse a file that cannot be written, before anything is worked out for it.
+
+    Raises:
+        ValueError: its folder is not there or cannot be written, or it is a folder itself.
+    """
+    file = Path(path).expanduser()
+    folder = file.parent
+    if file.is_dir():
+        raise ValueError(f"{setting}: {path} is a folder. Give a file in it: {file / 'report.html'}.")
+    if not folder.is_dir():
+        raise ValueError(f"{setting}: {path} cannot be written, for there is no folder {folder}. Make it first.")
+    if not os.access(folder, os.W_OK):
+        raise ValueError(
+            f"{setting}: {path} cannot be written, for {folder} may not be written. Choose another folder."
+        )
 
 
 def checked_text(recipe: str, overrides: Sequence[str]) -> DictConfig:

@@ -5,5 +5,6 @@ A page is one HTML text with its style and its charts (SVG) in it, and without a
 """
 
 from dflash_lightning.pages.compare import compare_page
+from dflash_lightning.pages.report import report_page
 
-__all__ = ["compare_page"]
+__all__ = ["compare_page", "report_page"]

@@ -69,7 +69,7 @@ def line_chart(
         inside = [x for x in ticks_of(xs) if min(xs) <= x <= max(xs)]
         places = with_text(inside) if len(inside) > 1 else [(x, figures(x)) for x in sorted(set(xs))[:2]]
     else:
-        places = [(x, figures(x)) for x in x_ticks]
+        places = [(x, f"{x:g}") for x in x_ticks]
     parts = [*frame.axes(places, with_text(y_values), x_label=x_label, y_label=y_label)]
     for line in series:
         parts += _line(frame, line, x_label, y_label)
@@ -154,7 +154,7 @@ def parts_chart(
                 at += value
         text = f"{tick_text(total, tick_step_of(ticks) / 10)} {unit}" if total else "not measured"
         parts.append(tag("text", text, x=x(at) + 5, y=y + 16, class_="value"))
-    legend = [(name, f"s{colour}") for colour, name in enumerate(names, start=1)]
+    legend = [(name, f"s{colour}") for colour, name in enumerate(names, start=1)] if len(names) > 1 else []
     return figure(title, drawing(title, parts, height=height), note=note, legend=legend)
 
 
