@@ -709,8 +709,8 @@ def test_report_as_a_page_shows_the_run_and_its_answers_round_by_round(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--html", "gone/page.html"], "--html: gone/page.html cannot be written, for there is no folder gone"),
-        (["--html", "runs"], "--html: runs is a folder"),
+        (["--html", "gone/page.html"], "--html: gone/page.html cannot be written"),
+        (["--html", "runs"], "--html: runs cannot be written"),
         (["--batch-sizes", "2,8"], "--batch-sizes: 8 prompts cannot be decoded together, because there are 4"),
     ],
 )

@@ -10,10 +10,13 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from dflash_lightning.bench.plan import Plan
+from dflash_lightning.bench.points import Point, make_points
+from dflash_lightning.commands.output_file import check_output
 from dflash_lightning.files import find_draft_place, find_file
 from dflash_lightning.recipe.check import early_faults
 from dflash_lightning.recipe.decoding import decoding_node
-from dflash_lightning.recipe.faults import RecipeError
+from dflash_lightning.recipe.faults import Fault, RecipeError
 from dflash_lightning.recipe.load import load_recipe, load_with_faults
 from dflash_lightning.run import RunFolder
 from dflash_lightning.target.place import locate
@@ -33,8 +36,8 @@ def check_files(args: argparse.Namespace) -> None:
             find_file(path, setting="--prompts" if args.command != "regenerate" else "prompts")
     if getattr(args, "observed", None) is not None:
         find_file(args.observed, setting="--observed")
-    if getattr(args, "html", None) is not None:
-        check_writable(args.html, setting="--html")
+    if args.command == "report":
+        check_output(args.html, "--html", [])
     if args.command == "check" and not Path(args.folder).is_dir():
         raise ValueError(f"{args.folder}: there is no such folder. Give one that dflash export wrote.")
     for path in [*_listed(getattr(args, "draft", None)), *_listed(getattr(args, "run_dir", None))]:
@@ -44,24 +47,6 @@ def check_files(args: argparse.Namespace) -> None:
     # An export says first what its format cannot hold, which no target changes.
     if getattr(args, "target", None) is not None and args.command != "export":
         locate(str(load_recipe("dflash", [f"target={args.target}"]).target.source))
-
-
-def check_writable(path: str, *, setting: str) -> None:
-    """Refuse a file that cannot be written, before anything is worked out for it.
-
-    Raises:
-        ValueError: its folder is not there or cannot be written, or it is a folder itself.
-    """
-    file = Path(path).expanduser()
-    folder = file.parent
-    if file.is_dir():
-        raise ValueError(f"{setting}: {path} is a folder. Give a file in it: {file / 'report.html'}.")
-    if not folder.is_dir():
-        raise ValueError(f"{setting}: {path} cannot be written, for there is no folder {folder}. Make it first.")
-    if not os.access(folder, os.W_OK):
-        raise ValueError(
-            f"{setting}: {path} cannot be written, for {folder} may not be written. Choose another folder."
-        )
 
 
 def checked_text(recipe: str, overrides: Sequence[str]) -> DictConfig:
@@ -76,6 +61,22 @@ def checked_text(recipe: str, overrides: Sequence[str]) -> DictConfig:
     if faults or cfg is None:
         raise RecipeError(faults, recipe if cfg is None else f"recipe {cfg.get('name', '')!r}")
     return cfg
+
+
+def checked_points(args: argparse.Namespace) -> dict[Point, DictConfig]:
+    """The points of a sweep with their recipes, if the text of none has faults.
+
+    Raises:
+        RecipeError: words that are no axes, or the faults of the first point that has some.
+    """
+    plan, found = Plan(Path(args.runs)), {}
+    for point in make_points(args.recipe, args.overrides):
+        recipe, *words = point.command_words(str(plan.run(point)))
+        cfg = found[point] = checked_text(recipe, words)
+        if cfg.get("measure") is None:
+            do = "Add measure=bench, or derive the recipe from one that measures"
+            raise RecipeError([Fault("measure", "a sweep measures what it trains, and nothing is named", do)], recipe)
+    return found
 
 
 def _listed(value: Any) -> list[str]:

@@ -73,7 +73,7 @@ def report(args: argparse.Namespace) -> int:
         file.write_text(json_text(figures), encoding="utf-8")
         print(f"written to {file}")
     if args.html:
-        write_atomic(Path(args.html).expanduser(), report_page({**figures, **about}))
+        write_atomic(Path(args.html), report_page({**figures, **about}))
         print(f"the page is {args.html}")
     print(table(figures))
     reasons = failures(figures, args.min_tau)

@@ -9,7 +9,7 @@ from typing import Any
 from dflash_lightning.commands.drafts import FoundDraft
 from dflash_lightning.data import Prompt
 from dflash_lightning.decoding import DecodingSettings
-from dflash_lightning.decoding.batch_speed import time_batches
+from dflash_lightning.decoding.batch_speed import speed_row, time_batches
 from dflash_lightning.decoding.interval import pooled_tau
 from dflash_lightning.decoding.record import Recorder, RoundRecord
 from dflash_lightning.decoding.types import Generation
@@ -63,8 +63,8 @@ def measure_further(
     if sizes:
         whole = max(sizes)
         count = max(whole, min(args.timed, len(prompts)) // whole * whole)
-        speeds = time_batches(target, draft, rendered[:count], settings, sizes)
-        found |= {"speed": [speed.summary() for speed in speeds], "speed_gaps": missing}
+        timed = time_batches(target, draft, rendered[:count], settings, sizes)
+        found |= {"speed": [speed_row(evaluation) for evaluation in timed], "speed_gaps": missing}
     if "answers" in further(args):
         found["answers"] = _answers(target, draft, rendered[:ANSWERS], prompts, settings)
     return found

@@ -131,9 +131,11 @@ def _measured(checkpoint: dict[str, Any]) -> dict[str, float]:
 
 
 def _history(checkpoint: dict[str, Any]) -> list[dict[str, float]]:
-    """The evaluations that a callback remembers, in their order."""
+    """What callbacks remember to have measured, by step; figures of one step are one entry."""
+    found: dict[float, dict[str, float]] = {}
     for state in (checkpoint.get("callbacks") or {}).values():
-        history = state.get("history") if isinstance(state, dict) else None
-        if history:
-            return [{str(name): float(value) for name, value in entry.items()} for entry in history if "step" in entry]
-    return []
+        entries = state.get("history") if isinstance(state, dict) else None
+        for entry in entries or []:
+            if "step" in entry:
+                found.setdefault(entry["step"], {}).update((str(name), float(value)) for name, value in entry.items())
+    return [found[step] for step in sorted(found)]

@@ -9,7 +9,7 @@ from dflash_lightning.pages.charts_compare import Point, Row, scatter_chart, whi
 from dflash_lightning.pages.compare_tables import beside_tau, domains, main_table, speeds, survival
 from dflash_lightning.pages.markup import Child, Html, tag
 from dflash_lightning.pages.methods import Comparison, Method
-from dflash_lightning.pages.numbers import Estimate
+from dflash_lightning.pages.numbers import Estimate, fixed, known
 from dflash_lightning.pages.page import charts, facts, listing, page, paragraph, section, warning
 
 _NO_WORDS = "The comparison says nothing of it."
@@ -35,6 +35,12 @@ def compare_page(comparison: Mapping[str, Any]) -> str:
             ),
             _taus(found),
             main_table(found),
+            tag(
+                "p",
+                "± is the standard deviation over seeds. Below it stands the 95 % interval of tau and of differences, and "
+                "of all else the smallest and the largest seed.",
+                class_="note",
+            ),
         ),
         _differences_of_tau(found),
         section("By domain", *(domains(found, decoding) for decoding in found.decodings)),
@@ -48,9 +54,10 @@ def compare_page(comparison: Mapping[str, Any]) -> str:
                 "tau over many of them says little of the drafter."
             ),
             beside_tau(found),
+            *(_correlation(decoding, told) for decoding, told in found.correlations.items()),
         ),
         _words(found),
-        section("Protocol", facts(_flat(found.protocol), title="What all methods share")),
+        section("Protocol", facts(_flat({**found.about, **found.protocol}), title="What all methods share")),
     ]
     return page("Methods on one bench", _lead(found), sections)
 
@@ -64,7 +71,9 @@ def _lead(found: Comparison) -> Html:
 
 def _gaps(found: Comparison) -> Html | None:
     """What is missing, before any figure is read."""
-    named: list[Child] = [[tag("b", method.name), f": {gap}"] for method in found.methods for gap in method.gaps]
+    named: list[Child] = [
+        [tag("b", m.name), f": {gap}"] for m in found.methods for gap in m.gaps if not _is_told(gap, found)
+    ]
     if found.baseline is not None and found.standard is None:
         named.append(f"The baseline {found.baseline} is not among the methods: nothing is held against it.")
     items: list[Child] = [*found.gaps, *named]
@@ -73,6 +82,11 @@ def _gaps(found: Comparison) -> Html | None:
     return warning(
         paragraph(tag("b", "Not everything was measured. "), "Means are over what is there:"), listing(items)
     )
+
+
+def _is_told(gap: str, found: Comparison) -> bool:
+    """Whether a gap of a method stands among those of the whole, under its name."""
+    return any(told.endswith(f": {gap}") for told in found.gaps)
 
 
 def _rows(found: Comparison, value: Callable[[Method], Estimate | None]) -> list[Row]:
@@ -147,8 +161,9 @@ def _speed(found: Comparison) -> Html:
     few = _speed_prompts(found.protocol)
     text = paragraph(
         "Wall-clock speed over plain decoding by the same loop on this machine, the two taking turns. "
-        f"It is measured on {few}, so small differences mean nothing. At batch 1 the machine has room to judge drafts "
-        "beside each other; a batch uses that room itself, so the gain shrinks as the batch grows."
+        f"It is measured on {few}, so small differences mean nothing; bars go from the smallest seed to the largest. "
+        "At batch 1 the machine has room to judge drafts beside each other; a batch uses that room itself, so the gain "
+        "shrinks as the batch grows."
     )
     return section("Speed", text, drawn, speeds(found))
 
@@ -157,6 +172,16 @@ def _speed_prompts(protocol: Mapping[str, Any]) -> str:
     speed = protocol.get("speed")
     count = speed.get("prompts") if isinstance(speed, Mapping) else protocol.get("speed_prompts")
     return f"{count} prompts only" if isinstance(count, int) else "a few prompts only"
+
+
+def _correlation(decoding: str, told: Any) -> Html | None:
+    """How well the order of runs by expected tau is that by decoded tau."""
+    rho = known(told.get("rho")) if isinstance(told, Mapping) else None
+    if rho is None:
+        return None
+    return paragraph(
+        f"Rank correlation of expected with decoded tau, {decoding}: {fixed(rho)} over {told.get('n')} runs."
+    )
 
 
 def _words(found: Comparison) -> Html | None:

@@ -14,6 +14,7 @@ _SPEED = (
     ("speed_up", "speed-up", 2),
     ("draft_ms", "draft, ms", 1),
     ("verify_ms", "verify, ms", 1),
+    ("commit_ms", "commit, ms", 1),
     ("host_ms", "host, ms", 1),
 )
 

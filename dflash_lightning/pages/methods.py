@@ -83,6 +83,8 @@ class Comparison:
     protocol: Mapping[str, Any]
     differences: Mapping[str, list[str]]
     gaps: list[str]
+    about: Mapping[str, Any]
+    correlations: Mapping[str, Any]
 
     @classmethod
     def read(cls, content: Mapping[str, Any]) -> Comparison:
@@ -110,6 +112,8 @@ class Comparison:
                 for name, said in (content.get("differences") or {}).items()
             },
             [str(gap) for gap in content.get("gaps") or []],
+            {name: content[name] for name in ("target", "machine", "common_overrides") if content.get(name)},
+            content.get("rank_correlation") or {},
         )
 
     @property

@@ -53,7 +53,10 @@ def percent(value: float) -> str:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over seeds, its standard deviation over them, and the ends of its interval, as far as they are known."""
+    """A mean over seeds, its standard deviation over them, and two ends, as far as they are known.
+
+    Of tau and of differences the ends are those of a 95 % interval, of all else the smallest and the largest seed.
+    """
 
     mean: float
     spread: float | None = None
@@ -85,7 +88,7 @@ class Estimate:
         if self.interval is None:
             return text
         low, high = (fixed(end, digits, signed=signed) for end in self.interval)
-        return f"{text} (95 %: {low} to {high})"
+        return f"{text} ({low} to {high})"
 
     def cell(self, digits: int = 2, *, signed: bool = False) -> Child:
         """The mean with the spread over seeds, and the interval below it."""

@@ -219,14 +219,9 @@ def _per_token(report: Mapping[str, Any]) -> Html:
 
 def _round(report: Mapping[str, Any]) -> Html:
     title, decoding = "Where the time of a round goes", report.get("decoding") or {}
-    stages = [known(decoding.get(f"{stage}_ms")) for stage in ("draft", "verify", "commit", "host")]
-    rows = []
-    if stages[0] is not None:
-        draft, verify, *rest = stages
-        rows.append(Parts("timed, batch 1", [draft, verify, sum(value or 0.0 for value in rest)]))
+    rows = [] if _stages(decoding)[0] is None else [Parts("timed, batch 1", _stages(decoding))]
     for entry in report.get("speed") or []:
-        values = [known(entry.get(f"{stage}_ms")) for stage in ("draft", "verify", "host")]
-        rows.append(Parts(f"batch {entry['batch']}", values))
+        rows.append(Parts(f"batch {entry['batch']}", _stages(entry)))
     plain = known((report.get("s_per_token") or {}).get("autoregressive"))
     if not rows:
         return no_figure(title, _NO_ROUND)
@@ -236,6 +231,12 @@ def _round(report: Mapping[str, Any]) -> Html:
     return parts_chart(
         title, ["draft", "verify", "host"], rows, x_label="ms per round of the batch", unit="ms", note=note
     )
+
+
+def _stages(figures: Mapping[str, Any]) -> list[float | None]:
+    """Milliseconds of drafting, judging, and all else that the host does."""
+    draft, verify, commit, host = (known(figures.get(f"{stage}_ms")) for stage in ("draft", "verify", "commit", "host"))
+    return [draft, verify, host if commit is None or host is None else commit + host]
 
 
 def _batches(report: Mapping[str, Any]) -> Html:

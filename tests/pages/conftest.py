@@ -131,7 +131,7 @@ def report() -> dict[str, Any]:
                     "tokens_per_s": 48.2 * batch**0.5,
                     "plain_tokens_per_s": 25.0 * batch**0.7,
                 },
-                **{"draft_ms": 3.4 + 0.3 * batch, "verify_ms": 40.0 + 8.0 * batch, "host_ms": 0.2},
+                **{"draft_ms": 3.4 + 0.3 * batch, "verify_ms": 40.0 + 8.0 * batch, "commit_ms": 0.15, "host_ms": 0.05},
             }
             for batch in (1, 2, 4, 8)
         ],
