@@ -16,7 +16,7 @@ from typing import Any, get_args
 from omegaconf import DictConfig
 
 from dflash_lightning.recipe.arguments import Reader, from_source
-from dflash_lightning.recipe.evaluation import has_evaluation
+from dflash_lightning.recipe.evaluation import EXPECTED_PREFIX, is_measured
 from dflash_lightning.recipe.faults import Fault, hint_for
 from dflash_lightning.recipe.files import file_faults
 from dflash_lightning.recipe.hints import hints_of
@@ -27,6 +27,7 @@ from dflash_lightning.recipe.trainer import trainer_faults
 from dflash_lightning.recipe.tree import mapping_at, plain_tree
 
 _MODULE = "dflash_lightning.module.DraftModule"
+_MEASURE = "dflash_lightning.bench.Measure"
 # The base classes of groups that are no arguments of the module, and of the callbacks.
 _DATA, _TRAINER, _CALLBACK = (f"lightning.pytorch.{name}" for name in ("LightningDataModule", "Trainer", "Callback"))
 
@@ -45,8 +46,9 @@ class Suggested:
     decay: float
 
 
-# A recipe written before there was such a group, or one whose trainer names its logger itself, has none.
-_OPTIONAL = {"logger"}
+# A recipe written before there was such a group, or one whose trainer names its logger itself, has none; most recipes
+# measure nothing.
+_OPTIONAL = {"logger", "measure"}
 
 
 def early_faults(cfg: DictConfig) -> list[Fault]:
@@ -75,6 +77,7 @@ def _check_tree(tree: dict[str, Any], read: Reader) -> Iterator[Fault]:
         "target": Any,
         "decoding": Any,
         "logger": Any,
+        "measure": class_of(read, _MEASURE) | None,
     }
     settings = {name: hint for name, hint in module.hints.items() if name != "target"}
     known = {"name": str, "run_dir": str, "callbacks": dict, **groups, **settings}
@@ -103,14 +106,15 @@ def _check_monitors(callbacks: Any) -> Iterator[Fault]:
     Lightning would say the first after an epoch, and the second never: it would rank weights by an older measurement.
     """
     nodes = {k: v for k, v in mapping_at(callbacks).items() if isinstance(v, dict)}
-    measured = has_evaluation(nodes.values())
     for name, node in nodes.items():
-        monitor, where = node.get("monitor"), f"callbacks.{name}"
-        if not str(monitor).startswith("decode/"):
+        monitor, where = str(node.get("monitor")), f"callbacks.{name}"
+        if not monitor.startswith("decode/"):
             continue
-        if not measured:
-            what = f"{monitor!r} is never measured: no callback is a SpeculativeEval"
-            yield Fault(f"{where}.monitor", what, "Add speculative_eval, or choose callbacks=[checkpoint_last]")
+        if not is_measured(monitor, nodes.values()):
+            expected = monitor.startswith(EXPECTED_PREFIX)
+            kind, option = ("an ExpectedTau", "expected_tau") if expected else ("a SpeculativeEval", "speculative_eval")
+            what = f"{monitor!r} is never measured: no callback is {kind}"
+            yield Fault(f"{where}.monitor", what, f"Add {option}, or choose callbacks=[checkpoint_last]")
         elif str(node.get("_target_")).endswith("Checkpoint"):
             stale = f"saves when {monitor!r} may be of older weights"
             for key in ("every_n_train_steps", "train_time_interval"):
