@@ -48,7 +48,7 @@ def file_faults(tree: dict[str, Any]) -> Iterator[Fault]:
         yield from faults_of(partial(locate, source), "target.source")
 
 
-def _named(tree: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _named(tree: Any) -> Iterator[tuple[str, str]]:
     """Single files by the key that names them."""
     for pattern in _FILES:
         yield from ((where, name) for where, name in select(tree, pattern) if isinstance(name, str))
