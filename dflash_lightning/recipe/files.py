@@ -50,7 +50,7 @@ def file_faults(tree: dict[str, Any]) -> Iterator[Fault]:
         yield from faults_of(partial(locate, source), "target.source")
 
 
-def _named(tree: dict[str, Any], patterns: tuple[str, ...] = _FILES) -> Iterator[tuple[str, str]]:
+def _named(tree: Any, patterns: tuple[str, ...] = _FILES) -> Iterator[tuple[str, str]]:
     """Single files by the key that names them."""
     for pattern in patterns:
         yield from ((where, name) for where, name in select(tree, pattern) if isinstance(name, str))
