@@ -8,6 +8,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from dflash_lightning.commands.grammar import make_parser
 from dflash_lightning.quiet import quiet
@@ -109,6 +110,33 @@ def _report_run(args: argparse.Namespace) -> int:
     return report(args)
 
 
+def _measure(args: argparse.Namespace) -> int:
+    from dflash_lightning.commands.measure import measure
+
+    return measure(args)
+
+
+def _sweep(args: argparse.Namespace) -> int:
+    from dflash_lightning.commands.early import checked_points
+
+    points = checked_points(args)
+    from dflash_lightning.commands.sweep import sweep
+
+    return sweep(args, points)
+
+
+def _compare(args: argparse.Namespace) -> int:
+    from dflash_lightning.commands.compare import compare
+
+    return compare(args, _comparison_page)
+
+
+def _comparison_page(found: dict[str, Any]) -> str:
+    from dflash_lightning.pages import compare_page
+
+    return compare_page(found)
+
+
 def _generate(args: argparse.Namespace) -> int:
     from dflash_lightning.commands.early import check_files
 
@@ -182,6 +210,9 @@ _RUN: dict[str, Callable[[argparse.Namespace], int]] = {
     "fit": _fit,
     "evaluate": _evaluate,
     "report": _report_run,
+    "measure": _measure,
+    "sweep": _sweep,
+    "compare": _compare,
     "generate": _generate,
     "regenerate": _regenerate,
     "inspect": _inspect,

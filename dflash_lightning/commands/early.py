@@ -10,10 +10,13 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from dflash_lightning.bench.plan import Plan
+from dflash_lightning.bench.points import Point, make_points
+from dflash_lightning.commands.output_file import check_output
 from dflash_lightning.files import find_draft_place, find_file
 from dflash_lightning.recipe.check import early_faults
 from dflash_lightning.recipe.decoding import decoding_node
-from dflash_lightning.recipe.faults import RecipeError
+from dflash_lightning.recipe.faults import Fault, RecipeError
 from dflash_lightning.recipe.load import load_recipe, load_with_faults
 from dflash_lightning.run import RunFolder
 from dflash_lightning.target.place import locate
@@ -23,7 +26,7 @@ _RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK", "NODE_RANK
 
 
 def check_files(args: argparse.Namespace) -> None:
-    """Refuse prompts, drafters, exports and targets that are not there, and settings of decoding that are none.
+    """Refuse files, drafters and targets that are not there, and settings of decoding that are none.
 
     Raises:
         ValueError: says which argument names what, and what is allowed.
@@ -33,6 +36,8 @@ def check_files(args: argparse.Namespace) -> None:
             find_file(path, setting="--prompts" if args.command != "regenerate" else "prompts")
     if getattr(args, "observed", None) is not None:
         find_file(args.observed, setting="--observed")
+    if args.command == "report":
+        check_output(args.html, "--html", [])
     if args.command == "check" and not Path(args.folder).is_dir():
         raise ValueError(f"{args.folder}: there is no such folder. Give one that dflash export wrote.")
     for path in [*_listed(getattr(args, "draft", None)), *_listed(getattr(args, "run_dir", None))]:
@@ -56,6 +61,22 @@ def checked_text(recipe: str, overrides: Sequence[str]) -> DictConfig:
     if faults or cfg is None:
         raise RecipeError(faults, recipe if cfg is None else f"recipe {cfg.get('name', '')!r}")
     return cfg
+
+
+def checked_points(args: argparse.Namespace) -> dict[Point, DictConfig]:
+    """The points of a sweep with their recipes, if the text of none has faults.
+
+    Raises:
+        RecipeError: words that are no axes, or the faults of the first point that has some.
+    """
+    plan, found = Plan(Path(args.runs)), {}
+    for point in make_points(args.recipe, args.overrides):
+        recipe, *words = point.command_words(str(plan.run(point)))
+        cfg = found[point] = checked_text(recipe, words)
+        if cfg.get("measure") is None:
+            do = "Add measure=bench, or derive the recipe from one that measures"
+            raise RecipeError([Fault("measure", "a sweep measures what it trains, and nothing is named", do)], recipe)
+    return found
 
 
 def _listed(value: Any) -> list[str]:
