@@ -9,7 +9,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from dflash_lightning.acceptance import expected_tau
+from dflash_lightning.acceptance import expected_tau, why_not
 from dflash_lightning.bench import Measure
 from dflash_lightning.bench.decode import decode_bench, in_turns
 from dflash_lightning.bench.record import MEASURED_FILE, heading, protocol_of, training_of, why_anew
@@ -133,22 +133,19 @@ def _measure(
 def _expected(
     target: FrozenTarget, draft: FoundDraft, settings: Measure, fed: dict[str, Any]
 ) -> dict[str, dict[str, float]] | None:
-    """The tau that rows of the target let expect, by decoding and domain; null where none is asked."""
-    return {
-        name: {
-            domain: rounds.tau
-            for domain, rounds in expected_tau(
-                target,
-                draft.model,
-                {"all": rows} if isinstance(rows, str) else rows,
-                settings.decoding(name, fed=fed),
-                chat_template_kwargs=draft.model.config.chat_template_kwargs,
-                setting=f"measure.expected.{name}",
-            ).items()
-        }
-        for name, rows in (settings.expected or {}).items()
-        if name in settings.decodings
-    } or None
+    """The tau that rows of the target let expect, by decoding and domain; null where none is asked, or can be told."""
+    told = {}
+    for name, rows in (settings.expected or {}).items():
+        if name not in settings.decodings:
+            continue
+        decoding = settings.decoding(name, fed=fed)
+        if (reason := why_not(draft.model, decoding)) is not None:
+            print(f"no expected tau, {name}: {reason}")
+            continue
+        kwargs, where = draft.model.config.chat_template_kwargs, f"measure.expected.{name}"
+        found = expected_tau(target, draft.model, rows, decoding, chat_template_kwargs=kwargs, setting=where)
+        told[name] = {domain: rounds.tau for domain, rounds in found.items()}
+    return told or None
 
 
 def _open(
