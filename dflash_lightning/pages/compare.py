@@ -37,8 +37,8 @@ def compare_page(comparison: Mapping[str, Any]) -> str:
             main_table(found),
             tag(
                 "p",
-                "± is the standard deviation over seeds. Below it is the 95 % interval of tau and of differences, and "
-                "of all else the smallest and the largest seed.",
+                "± is the standard deviation over seeds. Below it stands the 95 % interval of tau and of differences, "
+                "and of all else the smallest and the largest seed.",
                 class_="note",
             ),
         ),
