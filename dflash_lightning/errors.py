@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 
 class SettingError(ValueError):
     """A setting that cannot be used. The message is made of the fields, here and nowhere else.
@@ -25,3 +28,16 @@ class SettingError(ValueError):
 
 def _bare(sentence: str) -> str:
     return sentence.rstrip().removesuffix(".")
+
+
+def hint_for(name: str, known: Iterable[str]) -> str:
+    """``Did you mean 'lr'? Allowed: ...``"""
+    known = sorted(known)
+    near = get_close_matches(name, known, n=1, cutoff=0.5)
+    guess = f"Did you mean {near[0]!r}? " if near else ""
+    return f"{guess}Allowed: {', '.join(known) if known else 'nothing'}"
+
+
+def close_match(name: str, known: Iterable[str]) -> str | None:
+    """The known name that ``name`` is most likely a slip of the pen for; null where none is near."""
+    return next(iter(get_close_matches(name, sorted(known), n=1)), None)

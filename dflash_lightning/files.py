@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
 
-from dflash_lightning.errors import SettingError
+from dflash_lightning.errors import SettingError, hint_for
 
 PACKAGE_PREFIX = "package://"
 # What a run folder holds; every part that finds a run knows it by these.
@@ -68,7 +68,8 @@ class DraftOrigin:
         if isinstance(stated, str):
             return cls(stated)
         if unknown := sorted(set(stated) - {"path", "parts", "change"}):
-            raise SettingError(f"init_from.{unknown[0]}", "unknown key", do=_HOW)
+            hint = hint_for(unknown[0], ("path", "parts", "change"))
+            raise SettingError(f"init_from.{unknown[0]}", "unknown key", hint, do=_HOW)
         if not isinstance(stated.get("path"), str):
             raise SettingError("init_from.path", f"{stated.get('path')!r} is no path", do=_HOW)
         parts, change = stated.get("parts"), stated.get("change")
@@ -77,7 +78,7 @@ class DraftOrigin:
                 raise SettingError(f"init_from.{key}", f"{names!r} is no list of names", do=_HOW)
         if strange := [part for part in parts or () if part not in DRAFT_PARTS]:
             raise SettingError(
-                "init_from.parts", f"{strange} are no parts of a drafter", allowed=f"Use some of {list(DRAFT_PARTS)}"
+                "init_from.parts", f"{strange[0]!r} is no part of a drafter", hint_for(strange[0], DRAFT_PARTS)
             )
         if parts is not None and not parts:
             raise SettingError("init_from.parts", "nothing is taken over", do="Name a part, or set init_from=null")

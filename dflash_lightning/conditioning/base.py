@@ -31,6 +31,7 @@ class Conditioning(Component, nn.Module, ABC, axis=True):
     provides: ClassVar[frozenset[str]] = frozenset()
     taps_layers: ClassVar[bool] = True  # whether there is nothing to read without target layers
     carries: ClassVar[bool] = False
+    former: ClassVar[Mapping[str, str]] = {"extend.hidden": "features.hidden holds them"}
     fresh: float = 0.0
     target_layer_ids: list[int] | None
 

@@ -54,12 +54,20 @@ def choose_strategies(
     verifier that rejects by chance, and any other one that judges by equality.
 
     Raises:
-        ValueError: what is given does not go together; see ``check_strategies``.
+        ValueError: what is given does not go together; see ``check_strategies``. Or a tree is to be drawn at
+            temperature 0.
     """
     if builder is None:
         chance = not sampling.greedy if verifier is None else "delta" not in verifier.judges
         builder = SampledChain() if chance else BestChain()
     if verifier is None:
         verifier = RejectionVerifier() if builder.drawn == "sampled" else MatchVerifier()
+    if builder.trees and builder.drawn == "sampled" and sampling.greedy:
+        raise SettingError(
+            "decoding.builder",
+            f"{type(builder).__name__} draws the children of a node, but at temperature 0 there is one token to draw: "
+            "its tree would be a chain",
+            do="Set decoding.temperature above 0, or use a tree of the likeliest tokens (decoding=tree)",
+        )
     check_strategies(builder, verifier, policy)
     return builder, verifier

@@ -61,7 +61,7 @@ class DraftProposer(Proposer):
         self.lm = head
         self.block_size = draft.config.block_size if block_size is None else block_size
         self.num_drafts = num_drafts(draft, block_size)
-        self.signals = draft.head.signals
+        self.signals, self.signals_in_turn = draft.head.signals, draft.head.signals_in_turn
         self.graphs = GraphCounter()
         self.compiled = compile
         self.weights = _decode_copy(draft, target)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Literal
+from collections.abc import Mapping
+from typing import ClassVar, Literal
 
 from jaxtyping import Float
 from torch import Tensor
@@ -35,6 +36,11 @@ class LossTerm(Component, ABC, axis=True):
     coefficient: float
     view: str
     reads: tuple[str, ...] = ()  # the signals of the head that the term trains
+    former: ClassVar[Mapping[str, str]] = {
+        "needs_samples": 'write labels = "samples", and temperature if it is not 1',
+        "numerator.views": "out.views holds them",
+        "denominator.layout_shift": "totals count the slots that predict, so there is nothing to shift",
+    }
 
     def coef(self, ctx: StepContext) -> float:
         """Weight of the term at this step; a term that weighs 0 is still evaluated (DDP wants every parameter)."""

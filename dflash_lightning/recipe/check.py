@@ -8,6 +8,7 @@ target's configuration tells.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
@@ -15,18 +16,20 @@ from typing import Any, get_args
 
 from omegaconf import DictConfig
 
-from dflash_lightning.recipe.arguments import Reader, from_source
+from dflash_lightning.data.settings import check_data
+from dflash_lightning.recipe.arguments import Reader, from_source, source_defaults
 from dflash_lightning.recipe.evaluation import has_evaluation
 from dflash_lightning.recipe.faults import Fault, hint_for
 from dflash_lightning.recipe.files import file_faults
 from dflash_lightning.recipe.hints import hints_of
-from dflash_lightning.recipe.nodes import NodeChecker, class_of
+from dflash_lightning.recipe.nodes import NodeChecker, class_of, faults_of
 from dflash_lightning.recipe.ranges import range_faults
 from dflash_lightning.recipe.renamed import renamed_faults
 from dflash_lightning.recipe.trainer import trainer_faults
 from dflash_lightning.recipe.tree import mapping_at, plain_tree
 
 _MODULE = "dflash_lightning.module.DraftModule"
+_DRAFT_DATA = "dflash_lightning.data.DraftData"
 # The base classes of groups that are no arguments of the module, and of the callbacks.
 _DATA, _TRAINER, _CALLBACK = (f"lightning.pytorch.{name}" for name in ("LightningDataModule", "Trainer", "Callback"))
 
@@ -94,7 +97,18 @@ def _check_tree(tree: dict[str, Any], read: Reader) -> Iterator[Fault]:
     yield from _check_monitors(tree.get("callbacks"))
     yield from _check_logger(tree.get("logger"))
     yield from trainer_faults(tree.get("trainer"))
+    yield from _check_data(mapping_at(tree, "data"))
     yield from file_faults(tree)
+
+
+def _check_data(node: dict[str, Any]) -> Iterator[Fault]:
+    """Settings of ``DraftData`` that do not go together, which it would say only after the target is loaded."""
+    if node.get("_target_") != _DRAFT_DATA:
+        return
+    settings = {**source_defaults(_DRAFT_DATA), **node}
+    asked = {name: settings[name] for name in inspect.signature(check_data).parameters}
+    if isinstance(asked["max_length"], int) and isinstance(asked["row_tokens"], int | None):
+        yield from faults_of(lambda: check_data(**asked), "data")
 
 
 def _check_monitors(callbacks: Any) -> Iterator[Fault]:

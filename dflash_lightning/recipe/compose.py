@@ -19,6 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from dflash_lightning.recipe.faults import Fault, hint_for
 from dflash_lightning.recipe.folders import folder_words, group_options, misplaced, recipe_names, recipes_folder
+from dflash_lightning.recipe.renamed import renamed_option
 
 _PRIMARY = "dflash_lightning_primary_recipe"  # no configuration of Hydra or of a plugin has this name
 
@@ -91,7 +92,7 @@ def _missing(file: Path, name: str) -> Fault:
     if group:
         known = group_options(recipes_folder(), file.parent).get(group, [])
         where = folder_words(file, f"{group}/")
-        do = misplaced(file, group, option) or hint_for(option, known)
+        do = renamed_option(group, option) or misplaced(file, group, option) or hint_for(option, known)
         return Fault(str(file), f"no option {group}={option} lies in {where}", do)
     known = [*recipe_names(), *(path.stem for path in file.parent.glob("*.yaml") if path != file)]
     return Fault(
