@@ -54,14 +54,23 @@ def choose_strategies(
     verifier that rejects by chance, and any other one that judges by equality.
 
     Raises:
-        ValueError: what is given does not go together; see ``check_strategies``. Or a tree is to be drawn at
-            temperature 0.
+        ValueError: what is given does not go together; see ``check_strategies``.
     """
     if builder is None:
         chance = not sampling.greedy if verifier is None else "delta" not in verifier.judges
         builder = SampledChain() if chance else BestChain()
     if verifier is None:
         verifier = RejectionVerifier() if builder.drawn == "sampled" else MatchVerifier()
+    check_strategies(builder, verifier, policy)
+    return builder, verifier
+
+
+def check_drawn_tree(builder: DraftBuilder, sampling: SamplingSpec) -> None:
+    """Refuse to draw trees at temperature 0: they would be right, but chains, which is not what was asked for.
+
+    Raises:
+        ValueError: says what to use instead.
+    """
     if builder.trees and builder.drawn == "sampled" and sampling.greedy:
         raise SettingError(
             "decoding.builder",
@@ -69,5 +78,3 @@ def choose_strategies(
             "its tree would be a chain",
             do="Set decoding.temperature above 0, or use a tree of the likeliest tokens (decoding=tree)",
         )
-    check_strategies(builder, verifier, policy)
-    return builder, verifier
