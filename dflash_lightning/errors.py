@@ -18,12 +18,17 @@ class SettingError(ValueError):
 
     def __init__(self, where: str, what: str, allowed: str = "", do: str = "") -> None:
         self.where, self.what, self.allowed, self.do = where, _bare(what), _bare(allowed), _bare(do)
-        super().__init__(f"{where}: {'. '.join(filter(None, (self.what, self.advice)))}.")
+        super().__init__(f"{where}: {ended('. '.join(filter(None, (self.what, self.advice))))}")
 
     @property
     def advice(self) -> str:
         """What is allowed and what to do, without the last full stop."""
         return ". ".join(sentence for sentence in (self.allowed, self.do) if sentence)
+
+
+def ended(sentences: str) -> str:
+    """With a full stop, but behind a command that is to be copied ("Run: pip install x")."""
+    return sentences if sentences.rpartition(". ")[2].startswith("Run: ") else f"{sentences}."
 
 
 def _bare(sentence: str) -> str:

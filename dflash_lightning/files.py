@@ -36,7 +36,7 @@ def find_file(path: str | Path, *, setting: str = "data") -> Path:
         return _find_in_package(text, setting)
     file = Path(path).expanduser()
     if not file.is_file():
-        raise ValueError(f"{setting}: {text} is not a file (looked from {Path.cwd()}). Check the path.")
+        raise SettingError(setting, f"{text} is not a file (looked from {Path.cwd()})", do="Check the path")
     return file
 
 
@@ -101,17 +101,17 @@ def find_draft_place(path: str | Path, *, setting: str) -> Path | None:
         owner, _, name = str(path).partition("/")
         if name and "/" not in name and owner not in ("", ".", "..", "~", "runs") and not Path(owner).exists():
             return None
-        raise ValueError(f"{setting}: there is no {path}. {DRAFT_PLACES}")
+        raise SettingError(setting, f"there is no {path}", do=DRAFT_PLACES)
     if (place / RECIPE_FILE).exists():
         for checkpoint in (place / BEST_CHECKPOINT, place / LAST_CHECKPOINT):
             if checkpoint.exists():
                 return checkpoint
-        raise ValueError(
-            f"{setting}: {path} is a run without a checkpoint. Train it: dflash fit {place / RECIPE_FILE}."
+        raise SettingError(
+            setting, f"{path} is a run without a checkpoint", do=f"Train it: dflash fit {place / RECIPE_FILE}"
         )
     if (place / CONFIG_FILE).exists():
         return place
-    raise ValueError(f"{setting}: {path} has neither {RECIPE_FILE} (a run) nor {CONFIG_FILE} (an exported drafter).")
+    raise SettingError(setting, f"{path} has neither {RECIPE_FILE} (a run) nor {CONFIG_FILE} (an exported drafter)")
 
 
 def _find_in_package(text: str, setting: str) -> Path:
@@ -120,17 +120,20 @@ def _find_in_package(text: str, setting: str) -> Path:
     roots = [] if found is None else [Path(root) for root in found.submodule_search_locations or ()]
     if not roots:
         install = _INSTALL.get(package, f"pip install {package.replace('_', '-')}")
-        raise ValueError(
-            f"{setting}: {text} was not found, because the Python package {package!r} is not installed. Run: {install}"
+        raise SettingError(
+            setting,
+            f"{text} was not found, because the Python package {package!r} is not installed",
+            do=f"Run: {install}",
         )
     for root in roots:
         if inside and (root / inside).is_file():
             return root / inside
     suffix, folder = Path(inside).suffix, roots[0] / Path(inside).parent
     there = sorted(entry.name for entry in folder.glob(f"*{suffix}") if entry.is_file())
-    raise ValueError(
-        f"{setting}: {text} was not found: package {package!r} has no file {inside!r}. "
-        f"Files of that kind in its folder: {there}. Write {PACKAGE_PREFIX}<python package>/<path inside it>."
+    raise SettingError(
+        setting,
+        f"{text} was not found: package {package!r} has no file {inside!r}",
+        do=f"Files of that kind in its folder: {there}. Write {PACKAGE_PREFIX}<python package>/<path inside it>",
     )
 
 

@@ -160,7 +160,8 @@ class DraftData(LightningDataModule):
         self.rows.processing.check_used(self.summary)
         self._say(*account)
         if self.strict and self.summary.warnings():
-            raise ValueError(f"data: {' '.join(self.summary.warnings())} (An error because of data.strict=true.)")
+            what = " ".join(self.summary.warnings())
+            raise SettingError("data", what, do="It is an error because of data.strict=true")
         self._store = processed.store
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dflash_lightning.errors import SettingError, close_match, hint_for
+from dflash_lightning.errors import SettingError, close_match, ended, hint_for
 
 __all__ = ["Fault", "RecipeError", "close_match", "fault_of", "hint_for"]
 
@@ -22,7 +22,7 @@ class Fault:
     do: str
 
     def __str__(self) -> str:
-        return f"{self.where}: {self.what}. {self.do[:1].upper()}{self.do[1:]}."
+        return ended(f"{self.where}: {self.what}. {self.do[:1].upper()}{self.do[1:]}")
 
 
 class RecipeError(ValueError):

@@ -62,7 +62,8 @@ def _plan(tree: dict[str, Any]) -> DraftPlan | None:
     if holds_unknown([tree.get(part) for part in (*_PARTS, "loss", "init_from")]):
         return None
     made: dict[str, Any] = {part: make(tree[part]) for part in _PARTS}
-    return DraftPlan(**made, **{key: tree.get(key) for key in ("draft_vocabulary", "init_from")})
+    made |= {key: tree.get(key) for key in ("draft_vocabulary", "init_from")}
+    return DraftPlan(**made)
 
 
 def _is_usual(node: dict[str, Any]) -> bool:
