@@ -6,7 +6,8 @@ if __name__ != "dflash_lightning.callbacks":
 from dflash_lightning.callbacks.checkpoint_io import AtomicCheckpointIO
 from dflash_lightning.callbacks.csv_logger import AppendingCSVLogger
 from dflash_lightning.callbacks.speculative_eval import SpeculativeEval
+from dflash_lightning.callbacks.spent import TrainingCost
 from dflash_lightning.callbacks.stopping import Stopper
 from dflash_lightning.callbacks.training_bar import TrainingBar
 
-__all__ = ["AppendingCSVLogger", "AtomicCheckpointIO", "SpeculativeEval", "Stopper", "TrainingBar"]
+__all__ = ["AppendingCSVLogger", "AtomicCheckpointIO", "SpeculativeEval", "Stopper", "TrainingBar", "TrainingCost"]

@@ -81,7 +81,7 @@ class SpeculativeEval(Callback):
         self.every_n_steps = every_n_steps
         self.chat_template_kwargs = chat_template_kwargs or {}
         self.history: list[dict[str, float]] = []
-        self.seconds = 0.0  # spent here in this process, compilation included
+        self.seconds = self.cpu_seconds = 0.0  # spent here in this process, compilation included
         self._has_warned = False
         self._evaluator: Evaluator | None = None
         self._rendered: list[list[int]] = []
@@ -177,7 +177,7 @@ class SpeculativeEval(Callback):
         assert isinstance(pl_module, DraftModule)
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
-        begin = time.monotonic()
+        begin, cpu = time.monotonic(), time.process_time()
         with isolate_rng(), may_end_at_once(trainer):
             evaluation = _reduce(self._evaluate(trainer, pl_module, f"decoding, {title}"), pl_module.device)
         figures = evaluation.figures()
@@ -193,6 +193,7 @@ class SpeculativeEval(Callback):
             checkpoint.on_validation_end(trainer, pl_module)
         seconds = time.monotonic() - begin
         self.seconds += seconds
+        self.cpu_seconds += time.process_time() - cpu
         pl_module.step_log.throughput.leave_out(seconds)
 
     def _evaluate(self, trainer: Trainer, module: DraftModule, title: str) -> Evaluation:

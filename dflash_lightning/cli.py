@@ -109,6 +109,31 @@ def _report_run(args: argparse.Namespace) -> int:
     return report(args)
 
 
+def _measure(args: argparse.Namespace) -> int:
+    from dflash_lightning.commands.measure import measure
+
+    return measure(args)
+
+
+def _sweep(args: argparse.Namespace) -> int:
+    from dflash_lightning.commands.early import checked_points
+
+    points = checked_points(args)
+    from dflash_lightning.commands.sweep import sweep
+
+    return sweep(args, points)
+
+
+def _compare(args: argparse.Namespace) -> int:
+    from dflash_lightning.commands.compare import compare
+
+    if not args.html:
+        return compare(args, None)
+    from dflash_lightning.pages import compare_page
+
+    return compare(args, compare_page)
+
+
 def _generate(args: argparse.Namespace) -> int:
     from dflash_lightning.commands.early import check_files
 
@@ -182,6 +207,9 @@ _RUN: dict[str, Callable[[argparse.Namespace], int]] = {
     "fit": _fit,
     "evaluate": _evaluate,
     "report": _report_run,
+    "measure": _measure,
+    "sweep": _sweep,
+    "compare": _compare,
     "generate": _generate,
     "regenerate": _regenerate,
     "inspect": _inspect,

@@ -34,7 +34,8 @@ from dflash_lightning.recipe.load import recipe_text
 from dflash_lightning.recipe.renamed import with_new_names
 
 _LOG_FILES = ("events.out.tfevents.*", "metrics.csv", "hparams.yaml")
-_MAY_DIFFER = ("trainer.max_time",)  # of a session, not of the run
+# Of a session, and of what is done with the run once it is finished.
+_MAY_DIFFER = ("trainer.max_time", "measure")
 _MINUTES = ("train_minutes", "evaluation_minutes")
 _BEING_WRITTEN = re.compile(rf"\.{re.escape(RECIPE_FILE)}\..+\.tmp")  # by another rank, at this moment
 _START_ANEW = "Start the run anew with dflash fit ... --fresh (the earlier one is kept)."
@@ -192,12 +193,16 @@ class RunFolder:
         self.path.rename(aside)
         return aside
 
-    def begin(self, cfg: DictConfig) -> None:
-        """Write the resolved recipe, versions and digests of the data files."""
+    def begin(self, cfg: DictConfig, *, asked: dict[str, Any] | None = None) -> None:
+        """Write the resolved recipe, versions and digests of the data files.
+
+        ``asked`` is what was typed, ``recipe`` and ``overrides``; null keeps what an earlier session was asked for.
+        """
         text = f"# dflash-lightning {__version__}; again: dflash fit {self.recipe}\n{recipe_text(cfg)}"
         write_atomic(self.recipe, text)
         spent = {name: self.state.get(name, 0.0) if self.last.exists() else 0.0 for name in _MINUTES}
-        self._write_state({"finished": False, **spent, "versions": versions(), "data": _digests(cfg)})
+        asked = asked or self.state.get("asked")
+        self._write_state({"finished": False, **spent, "asked": asked, "versions": versions(), "data": _digests(cfg)})
 
     def add_minutes(self, *, train: float, evaluation: float) -> None:
         """Count time spent in training (features included) and in evaluations, over all sessions of the run."""
@@ -205,6 +210,10 @@ class RunFolder:
         for name, minutes in zip(_MINUTES, (train, evaluation), strict=True):
             state[name] += minutes
         self._write_state(state)
+
+    def note(self, **facts: Any) -> None:
+        """Put ``facts`` into ``run.json``."""
+        self._write_state({**self.state, **facts})
 
     def finish(self, **facts: Any) -> None:
         """Mark the run as finished now (``finished_at``, seconds since 1970); ``facts`` go into ``run.json``."""

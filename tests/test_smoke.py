@@ -75,8 +75,13 @@ def own_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     LossTerm.registry.pop("own_of_test_smoke", None)
 
 
-def test_all_are_the_shipped_recipes_and_each_is_tried_once() -> None:
-    assert chosen(["all", "dflash"]) == recipe_names() and len(recipe_names()) >= 3
+def test_all_are_the_shipped_recipes_but_those_in_sub_folders_and_each_is_tried_once() -> None:
+    names = recipe_names()
+    outer, inner = chosen(["all", "dflash"]), chosen(["ablation/all", "ablation/no_decay"])
+    assert outer == [name for name in names if "/" not in name] and len(outer) >= 3
+    assert inner == [name for name in names if name.startswith("ablation/")] and len(inner) >= 3
+    with pytest.raises(RecipeError, match="nowhere/all: no such file"):
+        chosen(["nowhere/all"])
     with pytest.raises(RecipeError, match="no recipe of that name is shipped"):
         chosen(["all", "dflsh"])
 

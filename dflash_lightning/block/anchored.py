@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, get_args
+from typing import ClassVar, Literal, TypeAlias, get_args
 
 import numpy as np
 import torch
@@ -13,6 +13,8 @@ from dflash_lightning.block.base import BlockConstructor
 from dflash_lightning.block.check import check_anchored
 from dflash_lightning.errors import SettingError
 from dflash_lightning.types import Alignment, BlockLayout, Document, LabelLayout, SlotInputs
+
+Placement: TypeAlias = Literal["random", "tiled"]
 
 
 class Anchored(BlockConstructor):
@@ -28,6 +30,9 @@ class Anchored(BlockConstructor):
     With ``inputs="tokens"`` slots hold the true tokens of their places, ``3 4 5 6``, for drafters that are run token by
     token. Such blocks need ``anchor_first``: a slot must not hold what it predicts. The context stays ``0 1 2`` for all
     slots, since later features do not exist when the block is drafted. Slots beyond the document's end hold masks.
+
+    With ``placement="tiled"`` blocks start at the first token of every response and each ``block_size`` tokens on, in
+    every epoch alike: an ablation. In decoding a block may start anywhere.
     """
 
     name: ClassVar[str] = "anchored"
@@ -40,6 +45,7 @@ class Anchored(BlockConstructor):
         mask_token_id: int | None = None,  # embedding row fed to slots to be drafted; null chooses an unused one
         label_layout: LabelLayout = "same_position",  # whether slot i predicts its own position or the next one
         inputs: SlotInputs = "masks",  # what slots behind the anchor's hold: masks, or the true tokens
+        placement: Placement = "random",  # where blocks start: at random tokens, or side by side
     ) -> None:
         if num_anchors < 1:
             raise SettingError(
@@ -52,8 +58,13 @@ class Anchored(BlockConstructor):
         self.mask_token_id = mask_token_id
         self.label_layout = label_layout
         self.inputs = inputs
+        self.placement = placement
         if inputs not in get_args(SlotInputs):
             raise SettingError("block.inputs", f"{inputs!r} is unknown", f"Use one of {list(get_args(SlotInputs))}")
+        if placement not in get_args(Placement):
+            raise SettingError(
+                "block.placement", f"{placement!r} is unknown", f"Use one of {list(get_args(Placement))}"
+            )
         if inputs == "tokens" and label_layout != "anchor_first":
             raise SettingError(
                 "block.inputs",
@@ -67,7 +78,10 @@ class Anchored(BlockConstructor):
         The last prompt token is none of them: decoding drafts from the first *generated* token on, whose block has that
         token for an anchor.
         """
-        return (loss_mask[:-1] & loss_mask[1:]).nonzero().squeeze(1)
+        starts = loss_mask[:-1] & loss_mask[1:]
+        if self.placement == "tiled":
+            starts = starts & tiles(loss_mask, self.block_size)[:-1]
+        return starts.nonzero().squeeze(1)
 
     def num_blocks(self, loss_mask: Bool[Tensor, " S"]) -> int:
         return min(super().num_blocks(loss_mask), self.num_anchors)
@@ -90,6 +104,14 @@ class Anchored(BlockConstructor):
             layout.input_ids = torch.where(inside, ids[places.clamp(max=len(ids) - 1)], layout.input_ids)
         check_anchored(layout, document.input_ids[None], alignment)
         return layout
+
+
+def tiles(loss_mask: Bool[Tensor, " S"], size: int) -> Bool[Tensor, " S"]:
+    """Every ``size``-th position of each run of supervised tokens, from its first one on."""
+    places = torch.arange(len(loss_mask))
+    begins = loss_mask & ~torch.nn.functional.pad(loss_mask[:-1], (1, 0))
+    since = places - torch.where(begins, places, 0).cummax(0).values if len(places) else places
+    return loss_mask & (since % size == 0)
 
 
 def draw_sorted(candidates: Int[Tensor, " m"], count: int, *, key: tuple[int, int, int]) -> Int[Tensor, " n"]:

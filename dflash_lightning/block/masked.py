@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from dflash_lightning.block.anchored import draw_sorted
+from dflash_lightning.block.anchored import draw_sorted, tiles
 from dflash_lightning.block.base import BlockConstructor
 from dflash_lightning.block.check import check_layout
 from dflash_lightning.errors import SettingError
@@ -62,10 +62,7 @@ class Masked(BlockConstructor):
 
     def eligible_anchors(self, loss_mask: Bool[Tensor, " S"]) -> Int[Tensor, " n"]:
         """Every ``block_size``-th position of each run of supervised tokens, from its first one on."""
-        places = torch.arange(len(loss_mask))
-        begins = loss_mask & ~torch.nn.functional.pad(loss_mask[:-1], (1, 0))
-        since = places - torch.where(begins, places, 0).cummax(0).values if len(places) else places
-        return (loss_mask & (since % self.block_size == 0)).nonzero().squeeze(1)
+        return tiles(loss_mask, self.block_size).nonzero().squeeze(1)
 
     def num_blocks(self, loss_mask: Bool[Tensor, " S"]) -> int:
         return min(super().num_blocks(loss_mask), self.num_anchors)

@@ -10,10 +10,12 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from dflash_lightning.bench.plan import Plan
+from dflash_lightning.bench.points import Point, make_points
 from dflash_lightning.files import find_draft_place, find_file
 from dflash_lightning.recipe.check import early_faults
 from dflash_lightning.recipe.decoding import decoding_node
-from dflash_lightning.recipe.faults import RecipeError
+from dflash_lightning.recipe.faults import Fault, RecipeError
 from dflash_lightning.recipe.load import load_recipe, load_with_faults
 from dflash_lightning.run import RunFolder
 from dflash_lightning.target.place import locate
@@ -56,6 +58,22 @@ def checked_text(recipe: str, overrides: Sequence[str]) -> DictConfig:
     if faults or cfg is None:
         raise RecipeError(faults, recipe if cfg is None else f"recipe {cfg.get('name', '')!r}")
     return cfg
+
+
+def checked_points(args: argparse.Namespace) -> dict[Point, DictConfig]:
+    """The points of a sweep with their recipes, if the text of none has faults.
+
+    Raises:
+        RecipeError: words that are no axes, or the faults of the first point that has some.
+    """
+    plan, found = Plan(Path(args.runs)), {}
+    for point in make_points(args.recipe, args.overrides):
+        recipe, *words = point.command_words(str(plan.run(point)))
+        cfg = found[point] = checked_text(recipe, words)
+        if cfg.get("measure") is None:
+            do = "Add measure=bench, or derive the recipe from one that measures"
+            raise RecipeError([Fault("measure", "a sweep measures what it trains, and nothing is named", do)], recipe)
+    return found
 
 
 def _listed(value: Any) -> list[str]:

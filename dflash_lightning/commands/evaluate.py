@@ -9,6 +9,7 @@ from typing import Any
 from dflash_lightning.commands.drafts import FoundDraft, check_device, find_draft, other_target
 from dflash_lightning.commands.evaluate_text import side_by_side, title
 from dflash_lightning.commands.measured import Measured, PromptFile, check_once, load_files
+from dflash_lightning.commands.output_file import check_output
 from dflash_lightning.commands.ready import decoding_of, open_ready
 from dflash_lightning.decoding import DecodingSettings
 from dflash_lightning.decoding.decoder import DecodeResult
@@ -27,7 +28,7 @@ def evaluate(args: argparse.Namespace) -> int:
     """
     settings = decoding_of(args)
     check_device(args.device)
-    _check_json(args.json, [*args.prompts, *args.draft])
+    check_output(args.json, "--json", [*args.prompts, *args.draft])
     files = load_files(args.prompts, args.limit)
     check_once(args.draft, "--draft")
     drafts = [find_draft(path) for path in args.draft]
@@ -39,19 +40,6 @@ def evaluate(args: argparse.Namespace) -> int:
     if args.json:
         Path(args.json).write_text(json_text(_report(found, target, settings, files)), encoding="utf-8")
     return 1 if any(measured.evaluation.broken for measured in found) else 0
-
-
-def _check_json(path: str | None, read: list[str]) -> None:
-    """Refuse a report that could not be written when all is measured, or would overwrite what is ``read``."""
-    if path is None:
-        return
-    if not path or Path(path).is_dir() or not Path(path).absolute().parent.is_dir():
-        raise ValueError(
-            f"--json: {path or 'an empty name'} cannot be written: it is no name of a file, a folder, or its folder is "
-            "not there. Name a file in a folder that is there."
-        )
-    if Path(path).resolve() in {Path(name).expanduser().resolve() for name in read}:
-        raise ValueError(f"--json: {path} is read by this command and would be overwritten. Choose another file.")
 
 
 def _check_alike(drafts: list[FoundDraft], *, relative: bool) -> None:

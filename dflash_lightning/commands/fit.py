@@ -19,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from dflash_lightning.callbacks import SpeculativeEval
 from dflash_lightning.callbacks.run_log import describe_run
+from dflash_lightning.callbacks.spent import TrainingCost
 from dflash_lightning.callbacks.stopping import RunCut, Stopper, forget_time, is_finished
 from dflash_lightning.commands.fit_estimate import estimate
 from dflash_lightning.data import DraftData
@@ -56,7 +57,7 @@ def fit(
     folder = RunFolder(Path(cfg.run_dir))
     stopper = Stopper(folder.last)
     with folder.locked() if _is_first() else contextlib.nullcontext(), stopper.listening():
-        return _fit(folder, cfg, fresh, stopper, but=LENGTHS if extend else ())
+        return _fit(folder, cfg, fresh, stopper, _asked(folder, recipe, overrides), but=LENGTHS if extend else ())
 
 
 def _dry_run(cfg: DictConfig) -> int:
@@ -67,7 +68,21 @@ def _dry_run(cfg: DictConfig) -> int:
     return 0
 
 
-def _fit(folder: RunFolder, cfg: DictConfig, fresh: bool, stopper: Stopper, but: Sequence[str] = ()) -> int:
+def _asked(folder: RunFolder, recipe: str, overrides: Sequence[str]) -> dict[str, Any] | None:
+    """What was typed, for the run's record; null where the run itself was named, which says nothing new."""
+    if Path(recipe).resolve() in (folder.path.resolve(), folder.recipe.resolve()):
+        return None
+    return {"recipe": recipe, "overrides": [word for word in overrides if not word.startswith("run_dir=")]}
+
+
+def _fit(
+    folder: RunFolder,
+    cfg: DictConfig,
+    fresh: bool,
+    stopper: Stopper,
+    asked: dict[str, Any] | None,
+    but: Sequence[str] = (),
+) -> int:
     resume = _decide(folder, cfg, fresh, but)
     if resume is None:
         _say(folder.nothing_to_do)
@@ -75,7 +90,7 @@ def _fit(folder: RunFolder, cfg: DictConfig, fresh: bool, stopper: Stopper, but:
     with contextlib.nullcontext() if _is_main() else without_progress_bars():
         parts = build_recipe(cfg)
     if _is_main():
-        folder.begin(cfg)
+        folder.begin(cfg, asked=asked)
         if _is_first():
             folder.remove_partial()
             if not resume:
@@ -186,9 +201,9 @@ def _run(parts: Parts, folder: RunFolder, resume: str, stopper: Stopper, recipe:
     Raises:
         ValueError: Lightning refuses the trainer's settings for this run.
     """
-    begin = _Start(recipe)
+    begin, cost = _Start(recipe), TrainingCost()
     callbacks: list[Callback] = parts.trainer.callbacks  # type: ignore[attr-defined]
-    callbacks.insert(0, begin)
+    callbacks[:0] = [begin, cost]
     callbacks.append(stopper)
     if not any(isinstance(callback, SpeculativeEval) for callback in callbacks):
         _say(f"no callback evaluates: tau is not measured, and {folder.last} is the checkpoint to use")
@@ -205,6 +220,7 @@ def _run(parts: Parts, folder: RunFolder, resume: str, stopper: Stopper, recipe:
         if _is_main():
             evaluation = sum(c.seconds for c in callbacks if isinstance(c, SpeculativeEval)) / 60
             folder.add_minutes(train=(time.monotonic() - clock) / 60 - evaluation, evaluation=evaluation)
+            folder.note(training=cost.seconds)
     if not is_finished(parts.trainer):
         return _report_cut(parts.trainer, folder, stopper)
     return parts.trainer.global_step if begin.step is None else begin.step
@@ -244,9 +260,11 @@ def _conclude(parts: Parts, folder: RunFolder, started: int) -> int:
         return 1
     if _is_main():
         steps = parts.trainer.global_step
-        tau = parts.trainer.callback_metrics.get("decode/tau")
-        facts = {} if tau is None else {"tau": float(tau)}
-        folder.finish(optimizer_steps=steps, **facts)
+        metrics = parts.trainer.callback_metrics
+        known = {"tau": metrics.get("decode/tau"), "loss": metrics.get("train/loss")}
+        facts = {name: float(value) for name, value in known.items() if value is not None}
+        rows = len(parts.data.documents) if isinstance(parts.data, DraftData) else None
+        folder.finish(optimizer_steps=steps, rows=rows, **facts)
         _say(f"finished after {steps} optimizer steps. Next: {folder.next_command}")
     return 0
 

@@ -9,6 +9,7 @@ from typing import NoReturn, TypeAlias
 from dflash_lightning import __version__
 from dflash_lightning.commands.argument_types import count as _count
 from dflash_lightning.commands.argument_types import mapping as _mapping
+from dflash_lightning.commands.grammar_bench import add_bench
 from dflash_lightning.commands.grammar_decode import add_evaluate, add_generate, add_regenerate, add_report
 from dflash_lightning.commands.grammar_develop import NEW, SMOKE, add_new_arguments, add_smoke_arguments
 from dflash_lightning.commands.shared_arguments import (
@@ -55,6 +56,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_fit(commands)
     add_evaluate(partial(_add, commands))
     add_report(partial(_add, commands))
+    add_bench(partial(_add, commands))
     add_generate(partial(_add, commands))
     add_regenerate(partial(_add, commands))
     _add_inspect(commands)

@@ -14,7 +14,8 @@ steps, decode held-out prompts (at temperature 0 equal to plain decoding and to 
 distributed as the target), save, load, resume, and export in every format or say why not. A line per recipe; the exit
 status is 1 if one fails. Nothing is left behind.
 
-  dflash smoke                            every shipped recipe
+  dflash smoke                            every shipped recipe but those in sub-folders
+  dflash smoke ablation/all               those in a sub-folder
   dflash smoke mine.yaml                  a recipe of your own
   dflash smoke dflash loss=my_loss        with other settings""",
 )
@@ -43,6 +44,6 @@ def add_smoke_arguments(parser: argparse.ArgumentParser) -> None:
         "recipes",
         nargs="*",
         metavar="RECIPE",
-        help="shipped recipes, YAML files, run folders, or all (the default); key=value changes a setting in each",
+        help="shipped recipes, YAML files, run folders, all (the default), FOLDER/all; key=value is set in each",
     )
     parser.add_argument("--json", action="store_true", help="print JSON: seconds, tau, refusals and failure of each")

@@ -53,15 +53,23 @@ def smoke(args: argparse.Namespace) -> int:
 
 
 def chosen(words: Sequence[str]) -> list[str]:
-    """The recipes that are meant: ``all`` are the shipped ones.
+    """The recipes that are meant: ``all`` are the shipped ones, ``FOLDER/all`` those of a sub-folder.
+
+    ``all`` leaves sub-folders out: what lies there are variants, most of which differ from a recipe in a number.
 
     Raises:
         RecipeError: there is none of a name.
     """
-    names = [name for word in words for name in (recipe_names() if word == ALL else [word])]
+    names = [name for word in words for name in _meant(word)]
     for name in names:
         find_recipe(name)
     return list(dict.fromkeys(names))
+
+
+def _meant(word: str) -> list[str]:
+    folder, _, last = word.rpartition("/")
+    inside = [name for name in recipe_names() if name.rpartition("/")[0] == folder] if last == ALL else []
+    return inside or [word]
 
 
 def _made(folder: Path) -> ToyWorld:

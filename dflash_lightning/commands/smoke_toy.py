@@ -39,6 +39,7 @@ _AT_MOST: dict[str, int] = {
 }
 # What a recipe says for its own target, data or machine means nothing here.
 _INSTEAD: dict[str, Any] = {
+    "measure": None,
     "conditioning.target_layer_ids": None,
     "data.max_length": 64,
     "data.row_tokens": None,

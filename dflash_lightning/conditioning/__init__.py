@@ -6,6 +6,16 @@ from dflash_lightning.conditioning.input_fusion import InputFusion
 from dflash_lightning.conditioning.kv_injection import KVInjection
 from dflash_lightning.conditioning.layer_mix import LayerMix
 from dflash_lightning.conditioning.null import NullConditioning
+from dflash_lightning.conditioning.token_context import TokenContext
 from dflash_lightning.conditioning.token_fusion import TokenFusion
 
-__all__ = ["Carryover", "Conditioning", "InputFusion", "KVInjection", "LayerMix", "NullConditioning", "TokenFusion"]
+__all__ = [
+    "Carryover",
+    "Conditioning",
+    "InputFusion",
+    "KVInjection",
+    "LayerMix",
+    "NullConditioning",
+    "TokenContext",
+    "TokenFusion",
+]

@@ -17,7 +17,7 @@ class NullConditioning(Conditioning):
     """Blocks see themselves only (an ablation of DFlash, arXiv 2602.06036 sec. 7.2, read literally).
 
     RECONSTRUCTED: the paper does not say whether its drafter without target features still embeds the prompt's tokens.
-    This is the reading in which it does not.
+    This is the reading in which it does not; in ``TokenContext`` it does.
     """
 
     name = "no_features"

@@ -15,7 +15,7 @@ from dflash_lightning.data.batch.exact_resume import ExactResume
 from dflash_lightning.data.batch.loader import PlanSampler, StatefulLoader
 from dflash_lightning.data.batch.of_trainer import accumulation, batch_limit
 from dflash_lightning.data.batch.packing import Planner, PlanSettings
-from dflash_lightning.data.features.cache import DTYPES, FeatureCache, make_in_memory
+from dflash_lightning.data.features.cache import DTYPES, FeatureCache, make_in_memory, spec_of_setting
 from dflash_lightning.data.features.products import with_products
 from dflash_lightning.data.features.ranks import Ranks, make_on_disk
 from dflash_lightning.data.features.shards import FeatureShards
@@ -61,6 +61,8 @@ class DraftData(LightningDataModule):
             ``"auto"``: the first where this CPU measures fast, else the second (see ``data.features.products``).
         cache_dtype: of the hidden states in the cache: ``"float32"``, ``"bfloat16"`` or ``"float16"``; null keeps the
             target's dtype. The states that teach the drafter always keep it.
+        cache_also: what the cache holds beyond what the drafter reads, so that recipes on the same rows share one:
+            ``{"layer_ids": [1, 14, 27], "last_hidden": True}``; null adds nothing.
         features_folder: where ``"disk"`` keeps them, in a folder per data, target and layers; null is
             ``~/.cache/dflash_lightning/features``.
         limit: read only that many rows of every source that sets no limit itself.
@@ -91,6 +93,7 @@ class DraftData(LightningDataModule):
         cache_features: Literal["ram", "disk"] | None = None,
         cache_dtype: Literal["float32", "bfloat16", "float16"] | None = None,
         feature_products: FeatureProducts = None,
+        cache_also: Mapping[str, Any] | None = None,
         features_folder: str | None = None,
         num_workers: int = 0,
         limit: int | None = None,
@@ -114,6 +117,7 @@ class DraftData(LightningDataModule):
         self.cache_features = cache_features
         self.cache_dtype = target.dtype if cache_dtype is None else DTYPES[cache_dtype]
         self.feature_products: FeatureProducts = feature_products
+        self.cache_also = spec_of_setting(cache_also, kept=cache_features is not None)
         self.features_folder = features_folder
         self.num_workers = num_workers
         self.strict = strict
@@ -196,7 +200,7 @@ class DraftData(LightningDataModule):
             accumulate=accumulation(self.trainer),
             limit=batch_limit(self.trainer, planner),
         )
-        if self.cache_features is not None and (self._cache is None or self._cache.spec != spec):
+        if self.cache_features is not None and (self._cache is None or self._cache.asked != spec):
             self._cache = self._make_cache(spec)
         self._loader = StatefulLoader(self._maker(), sampler, num_workers=self.num_workers)
         if self._position is not None:
@@ -287,7 +291,8 @@ class DraftData(LightningDataModule):
 
     # -- features -----------------------------------------------------------------------------------------------------
 
-    def _make_cache(self, spec: FeatureSpec) -> FeatureCache:
+    def _make_cache(self, asked: FeatureSpec) -> FeatureCache:
+        spec = asked | self.cache_also
         # Loaders are made (by ``estimated_stepping_batches`` in configure_optimizers) before the module's fit starts.
         target = self.target if self.trainer is None else self.target.to(self.trainer.strategy.root_device)
         target = with_products(target, self.feature_products, exact=spec.last_hidden)
@@ -296,9 +301,9 @@ class DraftData(LightningDataModule):
         if self.cache_features == "ram":
             return make_in_memory(
                 store, target, spec, row_tokens=row_tokens, dtype=dtype, say=self._say, progress=self._is_main
-            )
+            ).ask(asked)
         shards = FeatureShards(store, target, spec, row_tokens=row_tokens, dtype=dtype, root=self.features_folder)
-        return make_on_disk(shards, Ranks.of(self.trainer), say=self._say)
+        return make_on_disk(shards, Ranks.of(self.trainer), say=self._say).ask(asked)
 
     def on_before_batch_transfer(self, batch: TrainBatch, dataloader_idx: int) -> TrainBatch:
         """Take the features from the cache while ids are still on the CPU, so that no device sync is needed."""

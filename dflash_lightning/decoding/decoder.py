@@ -60,6 +60,7 @@ class SpeculativeDecoder:
         policy: WidthPolicy | None = None,
         verifier: Verifier | None = None,
         block_size: int | None = None,
+        untrained_slots: bool = False,
         max_length: int,
         batch_size: int = 1,
         compile: bool | Literal["auto"] = True,
@@ -71,6 +72,7 @@ class SpeculativeDecoder:
         self.max_length = max_length
         self.batch_size = batch_size
         self.block_size = block_size
+        self.untrained_slots = untrained_slots
         with plain_mode(target.device):
             adapter = TargetAdapter(target, FeatureSpec() if draft is None else draft.required(), prepacked=prepacked)
             self._adapter = adapter
@@ -107,6 +109,7 @@ class SpeculativeDecoder:
             head=self._head,
             compile=self._compile is True,
             block_size=self.block_size,
+            untrained_slots=self.untrained_slots,
             prepacked=self._prepacked,
             shown=self._shown,
         )

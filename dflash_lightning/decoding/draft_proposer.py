@@ -38,7 +38,8 @@ class DraftProposer(Proposer):
     The context is everything committed before the root. Prompts are taken in by chunks of ``PROMPT_ROWS``; a round
     takes in what the target computed in the round before and drafts, in one step. Both are functions of static shape,
     compiled once; the language head runs outside of them, since its rows may be prepacked. Rows beyond those of
-    ``start`` are padding up to ``batch_size``. ``block_size`` feeds the drafter fewer slots than it was trained with.
+    ``start`` are padding up to ``batch_size``. ``block_size`` feeds the drafter fewer slots than it was trained with,
+    or more where ``untrained_slots`` lets it.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class DraftProposer(Proposer):
         head: DecodingHead,
         compile: bool,
         block_size: int | None = None,
+        untrained_slots: bool = False,
         prepacked: bool = True,
         shown: bool = True,
     ) -> None:
@@ -60,7 +62,7 @@ class DraftProposer(Proposer):
         self.batch_size = batch_size
         self.lm = head
         self.block_size = draft.config.block_size if block_size is None else block_size
-        self.num_drafts = num_drafts(draft, block_size)
+        self.num_drafts = num_drafts(draft, block_size, untrained_slots=untrained_slots)
         self.signals, self.signals_in_turn = draft.head.signals, draft.head.signals_in_turn
         self.graphs = GraphCounter()
         self.compiled = compile
@@ -68,7 +70,7 @@ class DraftProposer(Proposer):
         self.weights.bind(target)
         self.products: dict[nn.Linear, RowProduct] = {}
         self.model = self._with_row_products() if prepacked else self.weights
-        chunk_rows = max(PROMPT_ROWS, draft.config.block_size)  # whatever is written past the cursor at once
+        chunk_rows = max(PROMPT_ROWS, self.num_drafts + 1)  # whatever is written past the cursor at once
         self.cache = self.model.make_cache(batch_size=batch_size, max_length=max_length, chunk_rows=chunk_rows)
         self._make_buffers()
         self._absorb: Callable[..., None] | None = None
@@ -201,20 +203,21 @@ class DraftProposer(Proposer):
         self.keep[: len(keep)].copy_(keep)
 
 
-def num_drafts(draft: DraftModel, block_size: int | None) -> int:
+def num_drafts(draft: DraftModel, block_size: int | None, *, untrained_slots: bool = False) -> int:
     """Tokens drafted per round where the drafter is fed ``block_size`` slots, the root's included; null: all it has.
 
     Raises:
-        ValueError: it was trained with fewer slots.
+        ValueError: it was trained with fewer slots, and ``untrained_slots`` is false.
     """
     own = draft.alignment
     if block_size is None:
         return own.num_drafts
-    if not 2 <= block_size <= own.block_size:
+    if block_size < 2 or (block_size > own.block_size and not untrained_slots):
         raise SettingError(
             "decoding.block_size",
             f"{block_size} slots, but the drafter was trained with {own.block_size}",
             allowed=f"Use a number from 2 to {own.block_size}, or null for all of them",
+            do="To see what more are worth all the same, set decoding.untrained_slots=true",
         )
     return dataclasses.replace(own, block_size=block_size).num_drafts
 

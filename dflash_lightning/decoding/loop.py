@@ -117,6 +117,7 @@ class _Book:
             count = self._append(generation, row.tokens, drafted=accepted)
             generation.committed.append(count)
             generation.accepted.append(accepted)
+            generation.offered.append(row.offered)
             stats.add_round(depth=row.offered, nodes=row.nodes, accepted=accepted, committed=count, narrowed=cut)
 
     def _append(self, generation: Generation, tokens: list[int], *, drafted: int) -> int:

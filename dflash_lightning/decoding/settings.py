@@ -29,7 +29,8 @@ class DecodingSettings:
 
     ``block_size`` feeds the drafter fewer slots than it was trained with, the root's included: drafting and judging
     both cost less, and a drafter whose slots see each other drafts another text. To feed it all slots and judge fewer
-    of the drafts is a policy; that leaves the drafts as they are.
+    of the drafts is a policy; that leaves the drafts as they are. ``untrained_slots`` lets ``block_size`` be more than
+    was trained with: lossless too, and the drafts behind are bad (DFlash, arXiv 2602.06036 sec. 5.5.4).
 
     ``prepacked`` multiplies with weights laid out anew for the CPU, ``compile`` compiles the draft step (``"auto"``:
     only where that pays back within one ``decode``); neither changes which tokens are right.
@@ -45,6 +46,7 @@ class DecodingSettings:
     policy: WidthPolicy | str | None = None  # null: every draft is judged whole
     verifier: Verifier | str | None = None  # null: match or token, by temperature
     block_size: int | None = None  # slots the drafter is fed; null: as many as it was trained with
+    untrained_slots: bool = False  # let block_size be more than the drafter was trained with
     compile: bool | Literal["auto"] = True  # compile the draft step; "auto": where that pays within one answer
     prepacked: bool = True  # lay weights out anew for the CPU
 
@@ -96,9 +98,9 @@ class DecodingSettings:
         """Tokens drafted per round.
 
         Raises:
-            ValueError: ``block_size`` is more than the drafter was trained with.
+            ValueError: ``block_size`` is more than the drafter was trained with, and ``untrained_slots`` is false.
         """
-        return num_drafts(draft, self.block_size)
+        return num_drafts(draft, self.block_size, untrained_slots=self.untrained_slots)
 
     def summary(self) -> dict[str, Any]:
         """The settings as plain values, for reports; a component is its class path and settings."""
@@ -123,6 +125,7 @@ class DecodingSettings:
             sampling=self.sampling,
             **self.strategies,
             block_size=self.block_size,
+            untrained_slots=self.untrained_slots,
             max_length=longest_prompt + self.max_new_tokens,
             batch_size=self.batch_size,
             compile=self.compile if compile is None else compile,

@@ -107,7 +107,8 @@ class Generation:
 
     ``output_ids`` starts with the token that the prefill gives and ends with the first stop token or at the length
     limit; ``committed`` counts the tokens each round added after such cuts, so ``1 + sum(committed) ==
-    len(output_ids)``. ``accepted`` is the verifier's count for the same rounds, before cuts.
+    len(output_ids)``. ``accepted`` is the verifier's count for the same rounds, before cuts; ``offered`` is the deepest
+    depth that was at risk in each.
     """
 
     request: int
@@ -115,6 +116,7 @@ class Generation:
     committed: list[int]
     accepted: list[int]
     finish: Literal["stop", "length"] | None = None
+    offered: list[int] = field(default_factory=list)
 
     @property
     def repeats_itself(self) -> bool:

@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from dflash_lightning.recipe.arguments import source_defaults
-from dflash_lightning.recipe.folders import group_options, recipe_names, summary_of
+from dflash_lightning.recipe.folders import folders_of, group_options, recipe_name, recipe_names, summary_of
 
 _SYSTEMS = re.compile(r"#\s*systems:\s*(.+)", re.IGNORECASE)
 _SELF = "_self_"
@@ -61,16 +61,18 @@ def axes_of(file: Path, folders: tuple[Path, ...]) -> dict[str, str | list[str]]
     for entry in _tree(file).get("defaults", []):
         if isinstance(entry, dict):
             for group, option in entry.items():
-                chosen[str(group).removeprefix("override ").strip()] = option
+                if option is not None:
+                    chosen[str(group).removeprefix("override ").strip().lstrip("/")] = option
         elif entry != _SELF:
-            chosen |= axes_of(_named(file, str(entry), folders), folders)
+            chosen |= axes_of(_named(file, str(entry), (*folders_of(file), *folders)), folders)
     return chosen
 
 
 def _named(file: Path, name: str, folders: tuple[Path, ...]) -> Path:
-    """A recipe that ``defaults`` of a file name: beside it, or in one of the folders."""
-    places = [folder / f"{name}.yaml" for folder in (file.parent, *folders)]
-    return next((place for place in places if place.is_file() and place != file), file.with_name(f"{name}.yaml"))
+    """A recipe or option that ``defaults`` of a file name: in the first of the folders that has it."""
+    name = name.lstrip("/")
+    places = [folder / f"{name}.yaml" for folder in folders]
+    return next((place for place in places if place.is_file() and place != file), file.parent / f"{name}.yaml")
 
 
 def _first(folders: tuple[Path, ...], group: str, name: str) -> Path:
@@ -78,7 +80,7 @@ def _first(folders: tuple[Path, ...], group: str, name: str) -> Path:
 
 
 def _described(file: Path) -> dict[str, Any]:
-    return {"name": file.stem, "file": str(file), "summary": summary_of(file), "systems": systems_of(file)}
+    return {"name": recipe_name(file), "file": str(file), "summary": summary_of(file), "systems": systems_of(file)}
 
 
 def _option(file: Path, folders: tuple[Path, ...]) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from dflash_lightning.recipe.tree import mapping_at, plain_tree
 
 _MODULE = "dflash_lightning.module.DraftModule"
 _DRAFT_DATA = "dflash_lightning.data.DraftData"
+_MEASURE = "dflash_lightning.bench.Measure"
 # The base classes of groups that are no arguments of the module, and of the callbacks.
 _DATA, _TRAINER, _CALLBACK = (f"lightning.pytorch.{name}" for name in ("LightningDataModule", "Trainer", "Callback"))
 
@@ -48,8 +49,9 @@ class Suggested:
     decay: float
 
 
-# A recipe written before there was such a group, or one whose trainer names its logger itself, has none.
-_OPTIONAL = {"logger"}
+# A recipe written before there was such a group, or one whose trainer names its logger itself, has none; most recipes
+# measure nothing.
+_OPTIONAL = {"logger", "measure"}
 
 
 def early_faults(cfg: DictConfig) -> list[Fault]:
@@ -78,6 +80,7 @@ def _check_tree(tree: dict[str, Any], read: Reader) -> Iterator[Fault]:
         "target": Any,
         "decoding": Any,
         "logger": Any,
+        "measure": class_of(read, _MEASURE) | None,
     }
     settings = {name: hint for name, hint in module.hints.items() if name != "target"}
     known = {"name": str, "run_dir": str, "callbacks": dict, **groups, **settings}

@@ -20,7 +20,14 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from dflash_lightning.recipe.faults import Fault, hint_for
-from dflash_lightning.recipe.folders import folder_words, group_options, misplaced, recipe_names, recipes_folder
+from dflash_lightning.recipe.folders import (
+    folder_words,
+    folders_of,
+    group_options,
+    misplaced,
+    recipe_names,
+    recipes_folder,
+)
 from dflash_lightning.recipe.renamed import renamed_option
 
 _PRIMARY = "dflash_lightning_primary_recipe"  # no configuration of Hydra or of a plugin has this name
@@ -86,8 +93,7 @@ def _compose(file: Path, overrides: Sequence[str]) -> DictConfig:
     Hydra looks through its own packaged configurations (and those of its plugins) before any folder it is given, so
     that a file of the same name there would silently take the place of the user's.
     """
-    folders = dict.fromkeys([file.parent.resolve(), recipes_folder().resolve()])
-    quoted = ["'file://" + str(folder).replace("'", "\\'") + "'" for folder in folders]
+    quoted = ["'file://" + str(folder).replace("'", "\\'") + "'" for folder in folders_of(file)]
     search = f"hydra.searchpath=[{','.join(quoted)}]"
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*Defaults list is missing `_self_`.*")
@@ -103,8 +109,12 @@ def _compose(file: Path, overrides: Sequence[str]) -> DictConfig:
 def _missing(file: Path, name: str) -> Fault:
     """A file that ``defaults`` name and nobody has; ``name`` is ``group/option`` or a recipe."""
     group, _, option = name.strip("/").rpartition("/")
+    full = f"{group}/{option}"
+    beside = [known for folder in folders_of(file) for known in recipe_names(folder) if known.startswith(f"{group}/")]
+    if beside:
+        return Fault(str(file), f"its defaults name {full!r}, which is no recipe", _near(full, beside))
     if group:
-        known = group_options(recipes_folder(), file.parent).get(group, [])
+        known = group_options(*folders_of(file)).get(group, [])
         where = folder_words(file, f"{group}/")
         do = renamed_option(group, option) or misplaced(file, group, option) or hint_for(option, known)
         return Fault(str(file), f"no option {group}={option} lies in {where}", do)
@@ -125,7 +135,7 @@ def _refusal(file: Path, text: str) -> Fault:
     if "must be a DictConfig" in words:
         return Fault(str(file), "is a list, but a recipe is a mapping of settings", "Write key: value lines")
     if "No match in the defaults list" in words and "override" in words:
-        do = f"The groups are {', '.join(group_options(recipes_folder(), file.parent))}"
+        do = f"The groups are {', '.join(group_options(*folders_of(file)))}"
         return Fault(str(file), words, do)
     if "Could not delete from config" in words:
         return Fault(str(file), words, "See what there is with dflash show, without this override")

@@ -39,6 +39,8 @@ def drafting_faults(tree: dict[str, Any], wrong: Collection[str]) -> Iterator[Fa
             for fault in faults_of(partial(check_signals, *parts, head), where):
                 yield Fault(fault.where.replace("decoding", where, 1), fault.what, fault.do)
             fed = settings.block_size
-            if fed is not None and isinstance(trained, int) and fed > trained:
+            if fed is not None and isinstance(trained, int) and fed > trained and not settings.untrained_slots:
                 what = f"{fed} slots, but blocks of {trained} are trained (block.block_size)"
-                yield Fault(f"{where}.block_size", what, f"Use {trained} or fewer, or null for all of them")
+                yield Fault(
+                    f"{where}.block_size", what, f"Use {trained} or fewer, null for all, or untrained_slots=true"
+                )

@@ -19,6 +19,7 @@ from dflash_lightning.target.place import locate
 
 # Keys that hold file names and sources: they are looked up from the working folder before anything is loaded.
 _FILES, _SOURCES = "callbacks.*.prompts", "data.train"
+_MEASURED = "measure.prompts.*"  # read once the run is finished: no part of its record
 
 
 def data_files(cfg: DictConfig) -> dict[str, Path]:
@@ -37,7 +38,7 @@ def data_files(cfg: DictConfig) -> dict[str, Path]:
 
 def file_faults(tree: dict[str, Any]) -> Iterator[Fault]:
     """Files, sources, drafters and target folders that are not there."""
-    for where, name in select(tree, _FILES):
+    for where, name in [*select(tree, _FILES), *select(tree, _MEASURED)]:
         if isinstance(name, str):
             yield from faults_of(partial(find_file, name, setting=where), where)
     for where, value in select(tree, _SOURCES):

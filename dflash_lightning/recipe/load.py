@@ -16,7 +16,7 @@ from dflash_lightning.files import RECIPE_FILE, STATE_FILE
 from dflash_lightning.recipe.compose import CannotCompose, compose_file
 from dflash_lightning.recipe.evaluation import has_evaluation
 from dflash_lightning.recipe.faults import Fault, RecipeError, hint_for
-from dflash_lightning.recipe.folders import recipe_names, recipes_folder
+from dflash_lightning.recipe.folders import recipe_name, recipe_names, recipes_folder
 from dflash_lightning.recipe.overrides import TARGET, Overrides
 from dflash_lightning.recipe.renamed import with_new_names
 from dflash_lightning.recipe.yaml import yaml_traps
@@ -29,11 +29,11 @@ _EVALUATION = "callbacks.speculative_eval"
 def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> DictConfig:
     """The recipe as one tree, interpolations not yet resolved.
 
-    ``name_or_path`` is a shipped name, a YAML file in any folder (its ``defaults`` may name shipped recipes and
-    options, and recipes and options of its own folder, which go before shipped ones of that name), or a run folder,
-    whose saved recipe is taken. A shipped name always means the shipped recipe, whatever lies in the working folder: a
-    file or run folder of that name is written as ``smoke.yaml`` or ``./smoke``. Settings that a run has saved under an
-    earlier name are given today's.
+    ``name_or_path`` is a shipped name (``bench/dflash`` in a sub-folder), a YAML file in any folder (its ``defaults``
+    may name shipped recipes and options, and recipes and options of its own folder, which go before shipped ones of
+    that name), or a run folder, whose saved recipe is taken. A shipped name always means the shipped recipe, whatever
+    lies in the working folder: a file or run folder of that name is written as ``smoke.yaml`` or ``./smoke``. Settings
+    that a run has saved under an earlier name are given today's.
 
     ``overrides`` follow Hydra's grammar: ``optim.lr=1e-3``, ``drafter=other_option``. Loss terms and callbacks have
     names; an option chosen for their group replaces all of them, and what the recipe says of those it replaced goes
@@ -77,7 +77,7 @@ def load_with_faults(
         cfg = OmegaConf.create(with_new_names(saved))
     OmegaConf.set_struct(cfg, False)
     if "name" not in cfg or OmegaConf.is_missing(cfg, "name"):
-        cfg.name = file.stem
+        cfg.name = recipe_name(file)
     _drop_unwanted(cfg, asked)
     return cfg, faults, frozenset(asked.refused)
 
@@ -131,9 +131,8 @@ def find_recipe(name_or_path: str) -> Path:
         if path.is_file():
             return path
         what = "has no recipe.yaml" if path.is_dir() else "no such file"
-        raise RecipeError(
-            [Fault(name_or_path, what, f"Give a YAML file, or one of {', '.join(recipe_names())}")], "RECIPE"
-        )
+        do = f"Give a YAML file, or a shipped recipe. {hint_for(name_or_path, recipe_names())}"
+        raise RecipeError([Fault(name_or_path, what, do)], "RECIPE")
     do = f"{hint_for(name_or_path, recipe_names())}; a file or run folder of your own is written NAME.yaml or ./NAME"
     raise RecipeError([Fault(name_or_path, "no recipe of that name is shipped", do)], "RECIPE")
 

@@ -23,7 +23,7 @@ _INSTEAD = {"trainer.callbacks": "; name callbacks in the group callbacks", "dat
 # Recipe-only keys of a node.
 _RESERVED = {"target": {"suggested"}}
 # Groups whose constructors take settings only and are cheap: their own checks of ranges count as faults too.
-_CHEAP = ("block", "conditioning", "drafter", "head", "loss", "optim", "decoding")
+_CHEAP = ("block", "conditioning", "drafter", "head", "loss", "optim", "decoding", "measure")
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
 
 from dflash_lightning.recipe.faults import Fault, hint_for
-from dflash_lightning.recipe.folders import folder_words, group_options, misplaced, recipes_folder
+from dflash_lightning.recipe.folders import folder_words, folders_of, group_options, misplaced, recipes_folder
 from dflash_lightning.recipe.renamed import renamed_option
 
 # Any value of this group that is no option is a model's path, hub id or GGUF file: "target=Qwen/Qwen3-4B".
@@ -27,7 +27,7 @@ class Overrides:
 
     def __init__(self, file: Path, overrides: list[str]) -> None:
         self.file = file
-        self.options = group_options(recipes_folder(), file.parent)
+        self.options = group_options(*folders_of(file))
         self.words: list[str] = []
         self.faults: list[Fault] = []
         self.chosen: set[str] = set()
@@ -99,6 +99,6 @@ class Overrides:
 
     def _own(self) -> str:
         """Where options of one's own are put, for a recipe that has no place for them."""
-        if self.file.parent.resolve() != recipes_folder().resolve():
+        if folders_of(self.file)[0] != recipes_folder().resolve():
             return ""
         return ". Options of your own lie in GROUP/NAME.yaml beside a recipe of your own (dflash fit mine.yaml)"

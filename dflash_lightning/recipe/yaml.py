@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -40,3 +41,9 @@ def yaml_traps(file: Path) -> Iterator[Fault]:
             yield Fault(
                 at, f"YAML reads {event.value} as {number}", f'Quote it ("{event.value}") or write the number meant'
             )
+
+
+def read_mapping(file: Path) -> dict[str, Any]:
+    """A file's content as it stands; empty where it is no mapping."""
+    tree = yaml.safe_load(file.read_text(encoding="utf-8"))
+    return {str(key): value for key, value in tree.items()} if isinstance(tree, dict) else {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,14 +13,30 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 _FIRST_CAPACITY = 256
 
 
+@dataclass
+class Place:
+    """Where the rows of the next forward go, the same in every layer.
+
+    ``rows`` null stands for ``start .. num_rows - 1`` of every sequence.
+    """
+
+    start: int = 0
+    num_rows: int = 0
+    rows: Int[Tensor, "B W"] | None = None
+
+
 class RowLayer(CacheLayerMixin):
-    """Buffers [B Hkv rows D] of one layer. Its cache decides once per forward where new rows go."""
+    """Buffers [B Hkv rows D] of one layer. Its cache decides once per forward where new rows go.
+
+    It knows the place and not the cache: two objects that hold one another are freed by Python's collector only, and
+    that may be many batches later.
+    """
 
     is_sliding = False  # all rows are kept and masks do the window, so that any row can be rolled back
 
-    def __init__(self, cache: RowCache) -> None:
+    def __init__(self, place: Place) -> None:
         super().__init__()
-        self._cache = cache
+        self._place = place
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.keys, self.values = self._grown(None, key_states), self._grown(None, value_states)
@@ -34,19 +51,19 @@ class RowLayer(CacheLayerMixin):
     ) -> tuple[Float[Tensor, "B Hkv J D"], Float[Tensor, "B Hkv J Dv"]]:
         if self.keys is None or self.values is None or self.keys.shape[0] != key_states.shape[0]:
             self.lazy_initialization(key_states, value_states)
-        elif self.keys.shape[2] < self._cache.num_rows:
+        elif self.keys.shape[2] < self._place.num_rows:
             self.keys, self.values = self._grown(self.keys, key_states), self._grown(self.values, value_states)
         assert self.keys is not None and self.values is not None
         return self._write(self.keys, key_states), self._write(self.values, value_states)
 
     def _write(self, buffer: Tensor, states: Tensor) -> Tensor:
-        cache = self._cache
-        if cache.rows is None:
-            buffer[:, :, cache.start : cache.num_rows] = states
+        place = self._place
+        if place.rows is None:
+            buffer[:, :, place.start : place.num_rows] = states
         else:
             batch = torch.arange(len(buffer), device=buffer.device)[:, None]
-            buffer.transpose(1, 2)[batch, cache.rows] = states.transpose(1, 2)
-        return buffer[:, :, : cache.num_rows]
+            buffer.transpose(1, 2)[batch, place.rows] = states.transpose(1, 2)
+        return buffer[:, :, : place.num_rows]
 
     def move(self, source: Int[Tensor, "B P"], target: Int[Tensor, "B P"]) -> None:
         """Copy the keys and values of rows ``source`` to rows ``target``; the two may overlap."""
@@ -60,17 +77,17 @@ class RowLayer(CacheLayerMixin):
         """Room for the rows needed now, at least doubled; zeros, because a masked NaN would still poison a sum."""
         batch, heads, _, dim = states.shape
         old = 0 if buffer is None else buffer.shape[2]
-        capacity = max(_FIRST_CAPACITY, 2 * old, self._cache.num_rows)
+        capacity = max(_FIRST_CAPACITY, 2 * old, self._place.num_rows)
         grown = states.new_zeros(batch, heads, capacity, dim)
         if buffer is not None:
             grown[:, :, :old] = buffer
         return grown
 
     def get_seq_length(self) -> int:
-        return self._cache.start
+        return self._place.start
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._cache.start + query_length, 0
+        return self._place.start + query_length, 0
 
     def get_max_length(self) -> int:
         return -1
@@ -86,19 +103,23 @@ class RowCache(Cache):
     """
 
     def __init__(self, num_layers: int) -> None:
-        self.start = 0
-        self.num_rows = 0
-        self.rows: Int[Tensor, "B W"] | None = None
-        self._row_layers = [RowLayer(self) for _ in range(num_layers)]
+        self._place = Place()
+        self._row_layers = [RowLayer(self._place) for _ in range(num_layers)]
         super().__init__(layers=list(self._row_layers))
 
     def place(self, lengths: list[int], rows: Int[Tensor, "B W"]) -> bool:
         """Aim the next forward at ``rows`` (``lengths[b] ..``); returns whether they are ragged."""
-        self.start = max(lengths)
-        self.num_rows = self.start + rows.shape[1]
-        ragged = min(lengths) != self.start
-        self.rows = rows if ragged else None
+        place = self._place
+        place.start = max(lengths)
+        place.num_rows = place.start + rows.shape[1]
+        ragged = min(lengths) != place.start
+        place.rows = rows if ragged else None
         return ragged
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that the next forward sees, its own included."""
+        return self._place.num_rows
 
     def move(self, source: Int[Tensor, "B P"], target: Int[Tensor, "B P"]) -> None:
         """Copy rows ``source`` of every layer to rows ``target``."""

@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from jaxtyping import TypeCheckError
 from torch import Tensor
 
 from dflash_lightning.block import Anchored, check_anchored
@@ -218,6 +219,7 @@ def test_settings_make_an_equal_component() -> None:
         "mask_token_id": 5,
         "label_layout": "anchor_first",
         "inputs": "tokens",
+        "placement": "random",
     }
 
 
@@ -255,3 +257,33 @@ def test_slots_that_would_hold_their_own_label_are_refused(settings: dict[str, s
 def test_zero_anchors_are_refused_with_what_to_do() -> None:
     with pytest.raises(ValueError, match=r"block.num_anchors: 0 .* use 1 or more"):
         Anchored(num_anchors=0)
+
+
+@pytest.mark.parametrize(
+    "mask, anchors",
+    [
+        ([0, 0, 0, 1, 1, 1, 1, 1, 1, 1], [3, 7]),
+        ([0, 0, 0, 1, 1, 1, 1, 1], [3]),  # the token at 7 has no supervised successor
+        ([1, 1, 0, 1, 1, 1, 1, 1, 1], [0, 3, 7]),  # every response is tiled from its own start
+        ([0, 0], []),
+        ([], []),
+    ],
+)
+def test_tiled_blocks_stand_side_by_side_in_every_response(mask: list[int], anchors: list[int]) -> None:
+    block, document = Anchored(block_size=4, placement="tiled"), make_document(mask)
+    assert block.num_blocks(document.loss_mask) == len(anchors)
+    for epoch in range(3):
+        found = block.blocks(document, Alignment(4, MASK), seed=epoch, epoch=epoch)
+        assert found.anchors.tolist() == [anchors]
+    some = Anchored(block_size=4, placement="random", num_anchors=512)
+    drawn = some.blocks(document, Alignment(4, MASK), seed=0, epoch=0)
+    for anchor in anchors:  # in all but where it stands, such a block is any other
+        ours, theirs = block_at(found, anchor), block_at(drawn, anchor)
+        assert all(torch.equal(ours[name], theirs[name]) for name in BLOCK_FIELDS)
+
+
+def test_an_unknown_placement_is_refused() -> None:
+    with pytest.raises((ValueError, TypeCheckError)) as caught:  # the shape hook, where it is on, knows allowed words
+        Anchored(placement="grid")  # type: ignore[arg-type]
+    words = "block.placement: 'grid' is unknown. Use one of ['random', 'tiled']"
+    assert isinstance(caught.value, TypeCheckError) or words in str(caught.value)

@@ -152,6 +152,24 @@ def test_batches_get_from_the_disk_what_they_get_on_the_fly(
     assert padded > 0
 
 
+def test_recipes_that_read_different_features_share_one_cache(
+    tiny_target: FrozenTarget, rows: Path, tmp_path: Path
+) -> None:
+    """``cache_also`` keeps more than is read; a batch holds what was asked for, equal to a cache of that alone."""
+    also, folder = {"layer_ids": [1, *SPEC.layer_ids], "last_hidden": True}, tmp_path / "features"
+    found, expected = [], []
+    for spec in (SPEC, FeatureSpec((1,)), FeatureSpec()):
+        shared = draft_data(tiny_target, rows, cache_features="disk", features_folder=str(folder), cache_also=also)
+        alone = draft_data(tiny_target, rows, cache_features="ram")
+        for data, batches in ((shared, found), (alone, expected)):
+            data.bind(Anchored(block_size=4, num_anchors=6), ALIGNMENT, spec)
+            batches.append(data.on_before_batch_transfer(next(iter(data.train_dataloader())), 0).features)
+    assert len(list(folder.iterdir())) == 1
+    for one, other in zip(found, expected, strict=True):
+        assert one.layer_ids == other.layer_ids and one.tensors().keys() == other.tensors().keys()
+        assert all(torch.equal(value, other.tensors()[name]) for name, value in one.tensors().items())
+
+
 @pytest.mark.parametrize("place", ["ram", "disk"])
 def test_a_half_precision_cache_rounds_what_is_read_and_not_the_teacher(
     tiny_target: FrozenTarget, rows: Path, tmp_path: Path, place: Any
@@ -507,6 +525,9 @@ def test_a_folder_says_in_words_what_it_is_of(built: FeatureShards) -> None:
     [
         ({"cache_features": "ram", "features_folder": "x"}, "applies to features on disk only. Remove it"),
         ({"features_folder": "x"}, "applies to features on disk only. Remove it"),
+        ({"cache_also": {"layer_ids": [1]}}, "data.cache_also: applies to features that are kept only. Remove it"),
+        ({"cache_features": "ram", "cache_also": {"layers": [1]}}, r"\['layers'\] is unknown. Name layer_ids"),
+        ({"cache_features": "ram", "cache_also": {"layer_ids": [-1]}}, "is not understood. Name layer_ids"),
     ],
 )
 def test_settings_that_would_be_ignored_are_refused(

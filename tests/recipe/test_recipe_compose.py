@@ -8,7 +8,7 @@ import pytest
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
-from dflash_lightning.recipe import compose
+from dflash_lightning.recipe import compose, folders
 from dflash_lightning.recipe.compose import compose_file
 
 
@@ -19,7 +19,8 @@ def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (folder / "g").mkdir(parents=True)
     (folder / "a.yaml").write_text("defaults: [{g: one}, _self_]\nx: 1\n")
     (folder / "g" / "one.yaml").write_text("y: 2\n")
-    monkeypatch.setattr(compose, "recipes_folder", lambda: folder)
+    for module in (compose, folders):
+        monkeypatch.setattr(module, "recipes_folder", lambda: folder)
     return folder
 
 

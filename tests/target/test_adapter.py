@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -181,6 +183,23 @@ def test_decoding_under_inference_mode_and_autocast_is_the_same(make_target: Mak
         features = adapter.commit(None, torch.ones(3, dtype=torch.long))
     adapter.verify(tokens)  # the cache is still writable outside inference mode
     assert torch.equal(found, expected) and not features.hidden.is_inference()
+
+
+def test_a_batch_is_freed_at_once_without_pythons_collector(tiny_target: FrozenTarget) -> None:
+    """Keys and values that only the collector could free would pile up over the batches of a long file."""
+    adapter = TargetAdapter(tiny_target, SPEC)
+    gc.collect()
+    gc.disable()
+    try:
+        held: list[weakref.ref[Tensor]] = []
+        for _ in range(2):
+            adapter.prefill(make_prompts())
+            adapter.verify(torch.zeros(len(LENGTHS), 1, dtype=torch.long))
+            held += [weakref.ref(layer.keys) for layer in adapter._cache.layers]
+            adapter.reset()
+            assert all(ref() is None for ref in held)
+    finally:
+        gc.enable()
 
 
 def test_plain_decoding_needs_no_features(tiny_target: FrozenTarget) -> None:

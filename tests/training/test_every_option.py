@@ -26,12 +26,13 @@ def load_yaml(recipe: str) -> dict[str, Any]:
 
 
 OPTIONS = group_options()
+OUTER = [name for name in recipe_names() if "/" not in name]  # recipes in sub-folders are variants of these
 TRAINERS = OPTIONS["trainer"]
 ON_CPU = ["trainer.accelerator=cpu", "trainer.devices=1"]
 SHORT = ["trainer.max_epochs=1", "trainer.enable_progress_bar=false"]
 FEW = ["block.num_anchors=4", "data.limit=4"]  # the time goes into blocks: 12 rows with 512 of them each take seconds
 # Options that a shipped recipe names are trained by that recipe; the others are those that nobody has by default.
-CHOICES = [entry for name in recipe_names() for entry in load_yaml(name)["defaults"] if isinstance(entry, dict)]
+CHOICES = [entry for name in OUTER for entry in load_yaml(name)["defaults"] if isinstance(entry, dict)]
 DEFAULTS = {(g.removeprefix("override "), o) for entry in CHOICES for g, v in entry.items() for o in np.atleast_1d(v)}
 OTHERS = [(g, o) for g, options in OPTIONS.items() for o in options if g != "trainer" and (g, o) not in DEFAULTS]
 # What a recipe needs here, other than FEW: fewer layers of the target, which has eight.
@@ -65,7 +66,7 @@ def test_every_option_is_trained_below() -> None:
     assert {("loss", "tv"), ("block", "masked"), ("target", "tiny"), ("loss", "cross_entropy")} <= DEFAULTS
 
 
-@pytest.mark.parametrize("recipe", recipe_names())
+@pytest.mark.parametrize("recipe", OUTER)
 def test_every_recipe_trains(place: Any, recipe: str) -> None:
     """As it is shipped but for the number of rows and blocks, on the CPU; every weight of the drafter moves."""
     small = SMALL.get(recipe, FEW)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -50,6 +50,30 @@ class Storage:
         return positions * self.width * (of_layers + self.spec.last_hidden * self.exact.itemsize)
 
 
+def spec_of_setting(also: Mapping[str, Any] | None, *, kept: bool) -> FeatureSpec:
+    """The features that ``data.cache_also`` names.
+
+    Raises:
+        ValueError: it is no such mapping, or nothing would keep them.
+    """
+    if also is None:
+        return FeatureSpec()
+    where, allowed = "data.cache_also", "Name layer_ids (a list of decoder layers) and last_hidden (true or false)"
+    if not kept:
+        do = "Remove it, or set data.cache_features=ram or disk"
+        raise SettingError(where, "applies to features that are kept only", do=do)
+    if not isinstance(also, Mapping) or (unknown := sorted({*also} - {"layer_ids", "last_hidden"})):
+        raise SettingError(
+            where,
+            f"{also!r} is no mapping of these" if not isinstance(also, Mapping) else f"{unknown} is unknown",
+            allowed,
+        )
+    ids, last = also.get("layer_ids") or [], also.get("last_hidden", False)
+    if not all(type(i) is int and i >= 0 for i in ids) or not isinstance(last, bool):
+        raise SettingError(where, f"{dict(also)} is not understood", allowed)
+    return FeatureSpec(tuple(sorted({*ids})), last)
+
+
 class FeatureCache(ABC):
     """Features of every position of every document, gathered by sample id; where they lie is a subclass's business.
 
@@ -57,16 +81,25 @@ class FeatureCache(ABC):
     packed and single documents differ by about 3e-5, so what is trained on would otherwise depend on where a run was
     resumed. In the target's own dtype they are exactly what the target gives for those rows; hidden states stored as
     bfloat16 are within 2^-8 of it, relative to each value, as float16 within 2^-11.
+
+    ``asked`` is what batches get of that: all of it, unless ``ask`` says less.
     """
 
     def __init__(self, store: DocumentStore, storage: Storage) -> None:
         self.store = store
         self.storage = storage
+        self.asked = storage.spec
 
     @property
     def spec(self) -> FeatureSpec:
         """The features that are kept."""
         return self.storage.spec
+
+    def ask(self, spec: FeatureSpec) -> FeatureCache:
+        """Gather only ``spec`` from now on, a part of what is kept."""
+        assert spec | self.spec == self.spec, "only what is kept can be asked for"
+        self.asked = spec
+        return self
 
     @abstractmethod
     def document(self, number: int) -> TargetFeatures:
@@ -74,7 +107,7 @@ class FeatureCache(ABC):
 
     def gather(self, batch: TrainBatch) -> TargetFeatures:
         """Features of a batch that is still on the CPU, as they are stored; padding holds zeros."""
-        found = self.storage.room(*batch.input_ids.shape)
+        found = replace(self.storage, spec=self.asked).room(*batch.input_ids.shape)
         used = (batch.doc_ids >= 0).sum(1).tolist()
         for row, samples in enumerate(batch.sample_ids.tolist()):
             one, start = found.map(lambda x, row=row: x[row : row + 1]), 0  # type: ignore[misc]

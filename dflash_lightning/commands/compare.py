@@ -1,0 +1,41 @@
+"""``dflash compare``: measured runs side by side."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from dflash_lightning.bench.comparison import compare_runs
+from dflash_lightning.bench.runs import find_runs
+from dflash_lightning.bench.tables import render
+from dflash_lightning.commands.output_file import check_output
+from dflash_lightning.files import write_atomic
+from dflash_lightning.run import json_text
+
+
+def compare(args: argparse.Namespace, page: Callable[[dict[str, Any]], str] | None) -> int:
+    """Print the comparison, and write it where asked; ``page`` makes the one for a browser.
+
+    Raises:
+        ValueError: runs that cannot be compared, see ``find_runs`` and ``compare_runs``; a file that cannot be written.
+    """
+    for option in ("json", "html"):
+        check_output(getattr(args, option), f"--{option}", args.runs if option == "html" else [])
+    found = compare_runs(find_runs(args.runs), baseline=args.baseline, mixed=args.mixed)
+    print(render(found, markdown=args.markdown), end="")
+    if args.json:
+        write_atomic(Path(args.json), comparison_text(found))
+    if args.html and page is not None:
+        write_atomic(Path(args.html), page(json.loads(comparison_text(found))))
+    return 0
+
+
+def comparison_text(found: dict[str, Any]) -> str:
+    """A comparison as JSON: the figures to be read, then a line for every run that they come from."""
+    head = json_text({key: value for key, value in found.items() if key != "runs"})
+    runs = [json_text(run, indent=None).strip() for run in found["runs"]]
+    listed = ",\n".join(f"    {run}" for run in runs)
+    return f'{head.rstrip().removesuffix("}").rstrip()},\n  "runs": [\n{listed}\n  ]\n}}\n'

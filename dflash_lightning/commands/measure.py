@@ -1,0 +1,130 @@
+"""``dflash measure``: what the bench measures of finished runs, into ``measured.json`` of each."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from dflash_lightning.bench import Measure
+from dflash_lightning.bench.decode import decode_bench, in_turns
+from dflash_lightning.bench.record import MEASURED_FILE, heading, protocol_of, training_of, why_anew
+from dflash_lightning.bench.summary import one_line
+from dflash_lightning.commands.drafts import FoundDraft, check_device, find_draft
+from dflash_lightning.commands.measure_words import runs_and_settings
+from dflash_lightning.commands.measured import PromptFile, check_once, load_files
+from dflash_lightning.commands.ready import open_ready
+from dflash_lightning.files import RECIPE_FILE, file_digest, write_atomic
+from dflash_lightning.machine import machine
+from dflash_lightning.recipe.arguments import by_import
+from dflash_lightning.recipe.faults import RecipeError
+from dflash_lightning.recipe.load import load_recipe
+from dflash_lightning.recipe.make import make
+from dflash_lightning.recipe.nodes import NodeChecker
+from dflash_lightning.run import RunFolder, json_text, read_recipe, versions
+
+
+def measure(args: argparse.Namespace) -> int:
+    """Measure every run that is not measured yet as it is asked for; 1 where output is not the target's own.
+
+    Raises:
+        ValueError: a run is not there or not finished, or the settings have faults; before anything is decoded.
+    """
+    names, words = runs_and_settings(args.runs, args.overrides)
+    check_device(args.device)
+    check_once(names, "RUN")
+    asked = [(RunFolder(Path(name).expanduser()), _settings(name, words)) for name in names]
+    for run, _ in asked:
+        _check_finished(run)
+    broken = False
+    for run, settings in asked:
+        recipe = read_recipe(run.recipe)
+        protocol = protocol_of(run, recipe, settings)
+        why = why_anew(run, protocol)
+        if why is None and not args.again:
+            print(f"{run.path / MEASURED_FILE} is up to date")
+            continue
+        print(f"measuring {run.path}: {why or '--again'}", flush=True)
+        broken |= _measure(run, recipe, settings, protocol, args.device)
+    return 1 if broken else 0
+
+
+def _check_finished(run: RunFolder) -> None:
+    if not run.finished:
+        raise ValueError(
+            f"RUN: {run.path} is not finished, and figures of a run that goes on say nothing. Finish it: dflash fit "
+            f"{run.path}."
+        )
+
+
+def _settings(name: str, words: list[str]) -> Measure:
+    """What to measure of a run: as its recipe says, or the option asked for; else the bench's own.
+
+    Raises:
+        ValueError: there is no such run, or the settings have faults.
+    """
+    folder = Path(name).expanduser()
+    if not (folder / RECIPE_FILE).exists():
+        raise ValueError(f"RUN: {name} is no run folder (it has no {RECIPE_FILE}). Give folders that dflash fit wrote.")
+    own = read_recipe(folder / RECIPE_FILE, resolve=False).get("measure")
+    if isinstance(own, dict) and not any(word.startswith("measure=") for word in words):
+        cfg = load_recipe(str(folder), words)
+    else:
+        chosen = [] if any(word.startswith("measure=") for word in words) else ["measure=bench"]
+        cfg = load_recipe("dflash", [*chosen, *words])
+    node: Any = OmegaConf.to_container(cfg.measure, resolve=True)
+    if faults := list(NodeChecker(by_import).value(node, Measure, "measure")):
+        raise RecipeError(faults, f"what is measured of {name}")
+    made = make(node)
+    assert isinstance(made, Measure)
+    return made
+
+
+def _measure(
+    run: RunFolder, recipe: dict[str, Any], settings: Measure, protocol: dict[str, Any], device: str | None
+) -> bool:
+    """Decode, write ``measured.json`` and print a line; whether output is not what it must be."""
+    draft = find_draft(str(run.path))
+    files = dict(zip(settings.prompts, load_files(list(settings.prompts.values()), settings.limit), strict=True))
+    target, domains = _open(draft, settings, files, device)
+    found = decode_bench(target, draft.model, in_turns(domains), settings)
+    step = draft.measured.get("step")
+    parameters = sum(parameter.numel() for parameter in draft.model.parameters())
+    measured = {
+        **heading(run, recipe),
+        "drafter_sha256": file_digest(draft.source),
+        "target": {"name": target.facts.name, "digest": target.facts.digest},
+        "protocol": protocol,
+        "training": training_of(run, None if step is None else int(step), parameters),
+        "prompts": found.prompts,
+        "speed": found.speed,
+        "identical": found.identical,
+        "expected_tau": None,
+        "device": str(target.device),
+        "machine": machine(),
+        "versions": versions(),
+    }
+    write_atomic(run.path / MEASURED_FILE, json_text(measured, indent=None))
+    print(one_line(measured), flush=True)
+    if found.broken:
+        print(f"dflash: {run.path}: output is not the target's own. Decoding is at fault: the figures say nothing")
+    return found.broken
+
+
+def _open(
+    draft: FoundDraft, settings: Measure, files: dict[str, PromptFile], device: str | None
+) -> tuple[Any, dict[str, list[list[int]]]]:
+    """The target, and the ids of every domain's prompts."""
+    places = [(file, i) for file in files.values() for i in range(len(file.prompts))]
+    where = argparse.Namespace(target=None, device=device, dtype=None, other_target=False)
+    target, ids = open_ready(
+        [draft],
+        where,
+        settings.decoding(settings.decodings[0]),
+        [file.prompts[i] for file, i in places],
+        call=lambda place: f"prompt {places[place][1] + 1} of {places[place][0].path}",
+    )
+    rest = iter(ids)
+    return target, {domain: [next(rest) for _ in file.prompts] for domain, file in files.items()}

@@ -1,0 +1,1 @@
+"""Rows and prompts of the bench: three domains, answered by SmolLM2-135M-Instruct; see ``make_prompts``."""
