@@ -56,14 +56,16 @@ _OPTIONAL = {"logger", "measure"}
 
 def early_faults(cfg: DictConfig) -> list[Fault]:
     """What is wrong with a recipe as far as text tells, without importing what it names."""
-    return find_faults(cfg, from_source)
-
-
-def find_faults(cfg: DictConfig, read: Reader) -> list[Fault]:
-    """What is wrong with a recipe in itself; ``read`` says what each ``_target_`` takes."""
     faults: list[Fault] = []
-    tree = plain_tree(cfg, faults)
-    faults += _check_tree(tree, read)
+    return find_faults(plain_tree(cfg, faults), faults, from_source)
+
+
+def find_faults(tree: dict[str, Any], open_values: list[Fault], read: Reader) -> list[Fault]:
+    """What is wrong with a recipe in itself; ``tree`` and ``open_values`` are what ``plain_tree`` makes of it.
+
+    ``read`` says what each ``_target_`` takes.
+    """
+    faults = [*open_values, *_check_tree(tree, read)]
     renamed = list(renamed_faults(tree))
     faults = [fault for fault in faults if fault.where not in {new.where for new in renamed}] + renamed
     known = {fault.where for fault in faults}
