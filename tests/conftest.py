@@ -5,6 +5,7 @@ Tests ask for the *functions* ``make_tiny_model(family)`` and ``make_target(fami
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -12,12 +13,14 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
+from matplotlib.figure import Figure
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig as HFConfig
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
@@ -280,6 +283,47 @@ def _process_as_before() -> Iterator[None]:
     os.environ.update(environment)
     os.chdir(folder)
     signal.signal(signal.SIGINT, on_interrupt)
+
+
+@pytest.fixture(scope="session")
+def make_run(
+    tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: PreTrainedTokenizerFast, blank_pictures: None
+) -> Callable[..., Path]:
+    """``make_run(family, rows, *words)``: a folder with a tiny target, data, prompts and the run ``runs/a``.
+
+    ``rows`` are files of eight chats each: how an answer goes on, by file name. ``words`` go behind ``dflash fit``.
+    """
+
+    def make(family: str, rows: dict[str, str], *words: str) -> Path:
+        place = tmp_path_factory.mktemp("run")
+        tiny_model(family).save_pretrained(place / "target")
+        byte_tokenizer.save_pretrained(place / "target")
+        for name, answer in rows.items():
+            chats = [(f"say {i}", answer.format(i=i)) for i in range(8)]
+            messages = [[{"role": "user", "content": a}, {"role": "assistant", "content": b}] for a, b in chats]
+            (place / name).write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in messages))
+        (place / "prompts.jsonl").write_text('{"turns": ["tell me of this"]}\n{"turns": ["and now of that"]}\n')
+        cwd, before = Path.cwd(), dict(os.environ)
+        os.chdir(place)
+        try:
+            assert import_module("dflash_lightning.cli").main(["fit", *words, "run_dir=runs/a"]) == 0
+        finally:
+            os.chdir(cwd)
+            os.environ.clear()
+            os.environ.update(before)
+        return place
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def blank_pictures() -> Iterator[None]:
+    """The pictures of an evaluation are blank: drawing them takes a quarter of a small run."""
+    evaluation = import_module("dflash_lightning.callbacks.speculative_eval")  # here: many tests need no Lightning
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("histogram_figure", "acceptance_figure"):
+            patch.setattr(evaluation, name, lambda stats: Figure(figsize=(0.1, 0.1)))
+        yield
 
 
 # -- processes --------------------------------------------------------------------------------------------------------
