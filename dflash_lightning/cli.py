@@ -8,6 +8,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from dflash_lightning.commands.grammar import make_parser
 from dflash_lightning.quiet import quiet
@@ -127,11 +128,13 @@ def _sweep(args: argparse.Namespace) -> int:
 def _compare(args: argparse.Namespace) -> int:
     from dflash_lightning.commands.compare import compare
 
-    if not args.html:
-        return compare(args, None)
+    return compare(args, _comparison_page)
+
+
+def _comparison_page(found: dict[str, Any]) -> str:
     from dflash_lightning.pages import compare_page
 
-    return compare(args, compare_page)
+    return compare_page(found)
 
 
 def _generate(args: argparse.Namespace) -> int:

@@ -211,6 +211,10 @@ class RunFolder:
             state[name] += minutes
         self._write_state(state)
 
+    def record(self, state: dict[str, Any]) -> None:
+        """Make ``state`` the content of ``run.json``."""
+        self._write_state(state)
+
     def note(self, **facts: Any) -> None:
         """Put ``facts`` into ``run.json``."""
         self._write_state({**self.state, **facts})

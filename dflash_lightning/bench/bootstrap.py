@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from statistics import mean, stdev
 from typing import Any
 
@@ -73,6 +74,7 @@ def _drawn(counts: Counts, domains: Sequence[str]) -> Float[Tensor, " B"]:
     return taus.gather(1, _seeds(len(counts.committed))).mean(1)
 
 
+@lru_cache(maxsize=8)
 def _weights(domains: tuple[str, ...]) -> Float[Tensor, "B P"]:
     """How often each prompt was drawn, in each draw."""
     weights = torch.zeros(DRAWS, len(domains), dtype=torch.float64)

@@ -12,7 +12,7 @@ from dflash_lightning.bench.method import short_name
 from dflash_lightning.recipe.faults import Fault, RecipeError
 
 _OPENING, _CLOSING, _QUOTES = "([{", ")]}", "'\""
-_ODD = re.compile(r"[^A-Za-z0-9.+-]+")
+_ODD = re.compile(r"[^A-Za-z0-9._+-]+")
 _ONE = "seed"  # part of a folder's name also where it has a single value
 
 
@@ -59,8 +59,9 @@ def make_points(recipes: str, words: Sequence[str]) -> list[Point]:
     shown = [key for key, values in axes.items() if len(values) > 1 or key == _ONE]
     points = []
     for recipe, *chosen in product(names, *axes.values()):
-        parts = [f"{key}-{word.partition('=')[2]}" for key, word in zip(axes, chosen, strict=True) if key in shown]
-        points.append(Point("_".join([_plain(short_name(recipe)), *map(_plain, parts)]), recipe, tuple(chosen)))
+        named = [(key, word.partition("=")[2]) for key, word in zip(axes, chosen, strict=True) if key in shown]
+        parts = [f"{_plain(key)}-{_plain(value)}" for key, value in named]
+        points.append(Point("_".join([_plain(short_name(recipe)), *parts]), recipe, tuple(chosen)))
     return _apart(points)
 
 

@@ -16,7 +16,7 @@ from dflash_lightning.files import write_atomic
 from dflash_lightning.run import json_text
 
 
-def compare(args: argparse.Namespace, page: Callable[[dict[str, Any]], str] | None) -> int:
+def compare(args: argparse.Namespace, page: Callable[[dict[str, Any]], str]) -> int:
     """Print the comparison, and write it where asked; ``page`` makes the one for a browser.
 
     Raises:
@@ -28,7 +28,7 @@ def compare(args: argparse.Namespace, page: Callable[[dict[str, Any]], str] | No
     print(render(found, markdown=args.markdown), end="")
     if args.json:
         write_atomic(Path(args.json), comparison_text(found))
-    if args.html and page is not None:
+    if args.html:
         write_atomic(Path(args.html), page(json.loads(comparison_text(found))))
     return 0
 

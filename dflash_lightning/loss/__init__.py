@@ -6,6 +6,7 @@ from dflash_lightning.loss.cross_entropy import CrossEntropy
 from dflash_lightning.loss.divergence import Divergence, TotalVariation
 from dflash_lightning.loss.expected_length import BlockVerificationLoss, DPace
 from dflash_lightning.loss.slotwise import SlotwiseLoss
+from dflash_lightning.loss.weighted import WeightedLoss
 
 __all__ = [
     "BlockVerificationLoss",
@@ -16,4 +17,5 @@ __all__ = [
     "LossTerm",
     "SlotwiseLoss",
     "TotalVariation",
+    "WeightedLoss",
 ]

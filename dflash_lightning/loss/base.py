@@ -50,6 +50,10 @@ class LossTerm(Component, ABC, axis=True):
         """Target features the term reads; ``last_hidden`` gives it a teacher."""
         return FeatureSpec()
 
+    def laws(self) -> tuple[float, ...]:
+        """Temperatures at which the term reads probabilities of the target's law, not its likeliest token alone."""
+        return (self.temperature,) if self.required().last_hidden else ()
+
     @abstractmethod
     def numerator(
         self, out: HeadOutput, layout: BlockLayout, teacher: Teacher | None, ctx: StepContext

@@ -4,17 +4,10 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from jaxtyping import Float
-from torch import Tensor
-
-from dflash_lightning.errors import SettingError
-from dflash_lightning.loss.base import taught
-from dflash_lightning.loss.slotwise import SlotwiseLoss
-from dflash_lightning.ops.lm_head import HeadOutput, LabelLogProb, Teacher
-from dflash_lightning.types import BlockLayout, FeatureSpec
+from dflash_lightning.loss.weighted import WeightedLoss
 
 
-class CrossEntropy(SlotwiseLoss):
+class CrossEntropy(WeightedLoss):
     """``sum(w_j * -log q(label)) / sum(w_j)`` over valid slots (DFlash, arXiv 2602.06036 sec. 4.2).
 
     ``labels: target`` teaches the token that the target itself finds likeliest after the row's tokens, which is what
@@ -34,15 +27,6 @@ class CrossEntropy(SlotwiseLoss):
         coefficient: float | int = 1.0,  # weight of the term in the sum
         view: str = "main",  # which of the head's distributions is scored
     ) -> None:
-        super().__init__(decay=decay, coefficient=coefficient, view=view, prefix=prefix)
-        if labels not in ("data", "target"):
-            raise SettingError("loss.labels", f"{labels!r} is unknown", "Use 'data' or 'target'")
-        self.labels = labels
-
-    def required(self) -> FeatureSpec:
-        return FeatureSpec(last_hidden=self.labels == "target")
-
-    def per_slot(self, out: HeadOutput, layout: BlockLayout, teacher: Teacher | None) -> Float[Tensor, "B N K"]:
-        labels = layout.labels if self.labels == "data" else taught(teacher).labels()
-        (log_prob,) = self.view_of(out).ask(LabelLogProb(labels))
-        return -log_prob
+        super().__init__(
+            decay=decay, labels=labels, normalize="weights", prefix=prefix, coefficient=coefficient, view=view
+        )

@@ -4,19 +4,13 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal, get_args
 
-from jaxtyping import Float
-from torch import Tensor
-
 from dflash_lightning.errors import SettingError
-from dflash_lightning.loss.base import Labels, check_temperature, taught
-from dflash_lightning.loss.slotwise import SlotwiseLoss
-from dflash_lightning.ops.lm_head import JSD, KL, HeadOutput, Overlap, Request, Teacher
-from dflash_lightning.types import BlockLayout, FeatureSpec
+from dflash_lightning.loss.weighted import WeightedLoss
 
 Kind = Literal["forward_kl", "reverse_kl", "jsd"]
 
 
-class Divergence(SlotwiseLoss):
+class Divergence(WeightedLoss):
     """``T^2`` times a divergence of the draft's law q and the target's law p, both at temperature T (in nats).
 
     ``forward_kl`` is ``sum p log(p / q)``: q must cover whatever p does. ``reverse_kl`` is ``sum q log(q / p)``: q may
@@ -26,7 +20,6 @@ class Divergence(SlotwiseLoss):
     """
 
     name: ClassVar[str] = "divergence"
-    labels: Labels = "target"
 
     def __init__(
         self,
@@ -38,25 +31,22 @@ class Divergence(SlotwiseLoss):
         coefficient: float | int = 1.0,  # weight of the term in the sum
         view: str = "main",  # which of the head's distributions is scored
     ) -> None:
-        super().__init__(decay=decay, coefficient=coefficient, view=view, prefix=prefix)
         if kind not in get_args(Kind):
             raise SettingError("loss.kind", f"{kind!r} is unknown", f"Use one of {list(get_args(Kind))}")
+        super().__init__(
+            loss=kind,
+            temperature=temperature,
+            decay=decay,
+            normalize="weights",
+            prefix=prefix,
+            coefficient=coefficient,
+            view=view,
+        )
         self.kind: Kind = kind
-        self.temperature = check_temperature(temperature)
-
-    def required(self) -> FeatureSpec:
-        return FeatureSpec(last_hidden=True)
-
-    def per_slot(self, out: HeadOutput, layout: BlockLayout, teacher: Teacher | None) -> Float[Tensor, "B N K"]:
-        law, temperature = taught(teacher), self.temperature
-        request: Request = JSD(law, temperature)
-        if self.kind != "jsd":
-            request = KL(law, self.kind == "reverse_kl", temperature)
-        (found,) = self.view_of(out).ask(request)
-        return found * temperature**2
+        self.labels = "target"
 
 
-class TotalVariation(SlotwiseLoss):
+class TotalVariation(WeightedLoss):
     """``1 - sum_v min(p(v), q(v))``: the chance that a draft of the slot is rejected, between 0 and 1.
 
     This is half the L1 distance; heads that state the whole L1 distance weigh it twice as much. Its gradient vanishes
@@ -65,7 +55,6 @@ class TotalVariation(SlotwiseLoss):
     """
 
     name: ClassVar[str] = "total_variation"
-    labels: Labels = "target"
 
     def __init__(
         self,
@@ -76,12 +65,13 @@ class TotalVariation(SlotwiseLoss):
         coefficient: float | int = 1.0,  # weight of the term in the sum
         view: str = "main",  # which of the head's distributions is scored
     ) -> None:
-        super().__init__(decay=decay, coefficient=coefficient, view=view, prefix=prefix)
-        self.temperature = check_temperature(temperature)
-
-    def required(self) -> FeatureSpec:
-        return FeatureSpec(last_hidden=True)
-
-    def per_slot(self, out: HeadOutput, layout: BlockLayout, teacher: Teacher | None) -> Float[Tensor, "B N K"]:
-        (overlap,) = self.view_of(out).ask(Overlap(taught(teacher), temperature=self.temperature))
-        return 1.0 - overlap
+        super().__init__(
+            loss="tv",
+            temperature=temperature,
+            decay=decay,
+            normalize="weights",
+            prefix=prefix,
+            coefficient=coefficient,
+            view=view,
+        )
+        self.labels = "target"

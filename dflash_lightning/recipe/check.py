@@ -18,7 +18,7 @@ from omegaconf import DictConfig
 
 from dflash_lightning.data.settings import check_data
 from dflash_lightning.recipe.arguments import Reader, from_source, source_defaults
-from dflash_lightning.recipe.evaluation import has_evaluation
+from dflash_lightning.recipe.evaluation import EXPECTED_PREFIX, is_measured
 from dflash_lightning.recipe.faults import Fault, hint_for
 from dflash_lightning.recipe.files import file_faults
 from dflash_lightning.recipe.hints import hints_of
@@ -122,14 +122,15 @@ def _check_monitors(callbacks: Any) -> Iterator[Fault]:
     Lightning would say the first after an epoch, and the second never: it would rank weights by an older measurement.
     """
     nodes = {k: v for k, v in mapping_at(callbacks).items() if isinstance(v, dict)}
-    measured = has_evaluation(nodes.values())
     for name, node in nodes.items():
-        monitor, where = node.get("monitor"), f"callbacks.{name}"
-        if not str(monitor).startswith("decode/"):
+        monitor, where = str(node.get("monitor")), f"callbacks.{name}"
+        if not monitor.startswith("decode/"):
             continue
-        if not measured:
-            what = f"{monitor!r} is never measured: no callback is a SpeculativeEval"
-            yield Fault(f"{where}.monitor", what, "Add speculative_eval, or choose callbacks=[checkpoint_last]")
+        if not is_measured(monitor, nodes.values()):
+            expected = monitor.startswith(EXPECTED_PREFIX)
+            kind, option = ("an ExpectedTau", "expected_tau") if expected else ("a SpeculativeEval", "speculative_eval")
+            what = f"{monitor!r} is never measured: no callback is {kind}"
+            yield Fault(f"{where}.monitor", what, f"Add {option}, or choose callbacks=[checkpoint_last]")
         elif str(node.get("_target_")).endswith("Checkpoint"):
             stale = f"saves when {monitor!r} may be of older weights"
             for key in ("every_n_train_steps", "train_time_interval"):

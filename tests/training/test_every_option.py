@@ -41,7 +41,10 @@ SMALL: dict[str, list[str]] = {
     "quickstart": ["data.limit=4", "conditioning.target_layer_ids=[2,4]"],
     "dflare": [*FEW, "conditioning.num_features=4"],
 }
-CHOSEN = {("callbacks", "checkpoint_last"): "callbacks=[checkpoint_last]"}
+CHOSEN = {
+    ("callbacks", "checkpoint_last"): "callbacks=[checkpoint_last]",
+    ("callbacks", "expected_tau"): "callbacks=[speculative_eval,checkpoint,expected_tau]",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -105,7 +108,8 @@ def test_every_other_option_trains(place: Any, group: str, option: str, monkeypa
     chosen = CHOSEN.get((group, option), f"{group}={option}")
     name = f"{group}-{option}"
     recipe = "dspark" if (group, option) == ("decoding", "confidence") else "dflash"  # a head that says how sure it is
-    assert place.fit(recipe, "trainer=cpu", chosen, *SHORT, *FEW, "trainer.log_every_n_steps=1", name=name) == 0
+    rows = [f"callbacks.expected_tau.rows={place.folder / 'train.jsonl'}"] if option == "expected_tau" else []
+    assert place.fit(recipe, "trainer=cpu", chosen, *rows, *SHORT, *FEW, "trainer.log_every_n_steps=1", name=name) == 0
     checked(place, name)
     if option == "wandb":
         assert {"train/loss", "decode/tau", "decode/samples"} <= {key for figures in fake.logged for key in figures}

@@ -75,3 +75,11 @@ def test_decoding_figures_are_the_same_though_prompts_are_dealt_unevenly(results
                 both_unknown = math.isnan(value) and math.isnan(theirs[name])
                 assert both_unknown or theirs[name] == pytest.approx(value), name
         assert mine["decode/identical_share"] == 1.0
+
+
+def test_expected_tau_is_the_same_though_texts_are_dealt_unevenly(results):
+    alone, ranks = results["alone"]["expected"], results["ranks"]["expected"]
+    assert [entry["step"] for entry in alone] == [entry["step"] for entry in ranks] == [0, 1, 2]
+    for mine, theirs in zip(alone, ranks, strict=True):
+        assert mine.keys() == theirs.keys() and mine["decode/expected_tau"] >= 1.0
+        assert theirs == pytest.approx(mine, rel=1e-5, nan_ok=True)

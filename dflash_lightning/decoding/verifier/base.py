@@ -32,3 +32,13 @@ class Verifier(Component, ABC, axis=True):
     @abstractmethod
     def verify(self, draft: Draft, logits: Float[Tensor, "B N V"], where: Round, sampler: Sampler) -> Verdict:
         """The verdict for each row; rows that have ended get one too."""
+
+    def stands(
+        self, target: Float[Tensor, "*slots"], drafted: Float[Tensor, "*slots"]
+    ) -> Float[Tensor, "*slots"] | None:
+        """The chance that a slot's draft is the token with which the text goes on, and stands.
+
+        Given that the drafts before it stand. ``target`` and ``drafted`` [*slots] are what the target's law and that of
+        the draft give to this token. Null where it depends on other slots, too.
+        """
+        return None

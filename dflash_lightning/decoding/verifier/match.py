@@ -39,3 +39,8 @@ class MatchVerifier(Verifier):
         stands[:, 0] = True
         verdict = tree_verdict(draft, along_paths(stands, draft.parents))
         return replace(verdict, following=own.gather(1, verdict.following[:, None])[:, 0])
+
+    def stands(
+        self, target: Float[Tensor, "*slots"], drafted: Float[Tensor, "*slots"]
+    ) -> Float[Tensor, "*slots"] | None:
+        return drafted

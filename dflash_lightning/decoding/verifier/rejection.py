@@ -33,6 +33,12 @@ class RejectionVerifier(Verifier):
         assert draft.law is not None, "rejection needs the law of the drafts"
         return (_judge_chain if draft.parents is None else _judge_tree)(draft, draft.law, logits, where, sampler)
 
+    def stands(
+        self, target: Float[Tensor, "*slots"], drafted: Float[Tensor, "*slots"]
+    ) -> Float[Tensor, "*slots"] | None:
+        possible = (drafted > 0.0).to(drafted.dtype)  # where the target's law excludes the token, any q is enough
+        return torch.where(target > 0.0, (drafted / target).clamp_max(1.0), possible)
+
 
 def _judge_chain(draft: Draft, law: Law, logits: Float[Tensor, "B N V"], where: Round, sampler: Sampler) -> Verdict:
     target = sampler.law(logits)
