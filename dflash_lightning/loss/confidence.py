@@ -9,8 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from dflash_lightning.errors import SettingError
-from dflash_lightning.loss.base import Labels, check_temperature, taught
-from dflash_lightning.loss.slotwise import Normalize, SlotwiseLoss, check_normalize
+from dflash_lightning.loss.base import Labels, Normalize, SlotwiseLoss, check_normalize, check_temperature, taught
 from dflash_lightning.loss.weights import first_failure
 from dflash_lightning.ops.lm_head import Argmax, Detached, HeadOutput, Overlap, Teacher
 from dflash_lightning.types import BlockLayout, FeatureSpec

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dflash_lightning.block import count_slots
 from dflash_lightning.loss import ConfidenceLoss, CrossEntropy, DPace, LossTerm, SlotwiseLoss, WeightedLoss
-from dflash_lightning.loss.slotwise import blocks_of_document
+from dflash_lightning.loss.base import blocks_of_document
 from dflash_lightning.loss.weights import first_failure, suffix
 from dflash_lightning.ops.lm_head import HeadOutput, LanguageHead, Teacher, View
 from dflash_lightning.types import FeatureSpec, SlotTotals, StepContext
