@@ -20,8 +20,9 @@ LAYOUT = {
         "memory, GiB": [_MULTILINE, ["train/memory_gib"]],
     },
     "decoding": {
-        "tau": [_MULTILINE, ["decode/tau$", "decode/tau_per_request"]],
+        "tau": [_MULTILINE, ["decode/tau$", "decode/tau_per_request", "decode/expected_tau$"]],
         "survival by slot": [_MULTILINE, ["decode/survival/slot_.*"]],
+        "expected acceptance by slot": [_MULTILINE, ["decode/expected_acceptance/slot_.*"]],
         "ms per round": [_MULTILINE, ["decode/draft_ms", "decode/verify_ms", "decode/commit_ms"]],
     },
 }
