@@ -33,8 +33,8 @@ class LossTerm(Component, ABC, axis=True):
 
     ``labels`` says what a slot is taught: ``"data"`` the token of the training row, ``"target"`` what the target says
     of it, whatever the row holds, ``"samples"`` the token of the row as a *draw* from the target's law at
-    ``temperature``. The last estimates an expectation, which other tokens (greedy ones, draws at another temperature or
-    cut by top-k or top-p) would bias without a sign, so data that is known to hold such tokens is refused.
+    ``temperature``. The last estimates an expectation. Other tokens (greedy ones, draws at another temperature or cut
+    by top-k or top-p) would bias it, and nothing would show that. So data that is known to hold such tokens is refused.
     """
 
     labels: Labels = "data"
@@ -113,10 +113,10 @@ class SlotwiseLoss(LossTerm):
     """``sum(w_j * loss of the slot) / divisor`` over valid slots.
 
     ``w_j = exp(-j / decay)`` where ``j`` counts the *predicting* slots of a block from 0, valid or not: the first draft
-    weighs 1 in both label layouts. A mistake there loses the whole block, one in the last slot a single token.
+    weighs 1 in both label layouts. A wrong first draft loses the whole block, a wrong last one a single token.
     ``decay`` null weighs all alike; DFlash (arXiv 2602.06036 sec. 4.2) uses 7, 5 and 4 for blocks of 16, 10 and 8.
-    ``prefix`` counts only the unbroken run of valid slots at the start of a block (DSpark, arXiv 2607.05147): what
-    stands behind an unlabelled slot is a continuation that no draft is judged on.
+    ``prefix`` counts only the unbroken run of valid slots at the start of a block (DSpark, arXiv 2607.05147). Slots
+    behind an unlabelled one are left out, because decoding never judges a draft there.
 
     ``normalize`` names the divisor, counted before the forward pass: the sum of the ``weights``, the number of
     ``slots``, of ``blocks`` or of ``documents`` that are counted. ``document_mean`` is the mean over documents of the

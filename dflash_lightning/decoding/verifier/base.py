@@ -1,4 +1,4 @@
-"""What every verifier is: the judge of which drafts stand."""
+"""Contract of verifiers: they decide which drafts are accepted."""
 
 from __future__ import annotations
 
