@@ -5,9 +5,18 @@ if __name__ != "dflash_lightning.callbacks":
 
 from dflash_lightning.callbacks.checkpoint_io import AtomicCheckpointIO
 from dflash_lightning.callbacks.csv_logger import AppendingCSVLogger
+from dflash_lightning.callbacks.expected_tau import ExpectedTau
 from dflash_lightning.callbacks.speculative_eval import SpeculativeEval
 from dflash_lightning.callbacks.spent import TrainingCost
 from dflash_lightning.callbacks.stopping import Stopper
 from dflash_lightning.callbacks.training_bar import TrainingBar
 
-__all__ = ["AppendingCSVLogger", "AtomicCheckpointIO", "SpeculativeEval", "Stopper", "TrainingBar", "TrainingCost"]
+__all__ = [
+    "AppendingCSVLogger",
+    "AtomicCheckpointIO",
+    "ExpectedTau",
+    "SpeculativeEval",
+    "Stopper",
+    "TrainingBar",
+    "TrainingCost",
+]

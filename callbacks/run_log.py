@@ -10,7 +10,21 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from torch.utils.tensorboard.summary import hparams
 
 _MULTILINE = "Multiline"
+# Titles of groups, of charts in them, and regular expressions of the curves. The first group is seen first.
 LAYOUT = {
+    "decoding": {
+        "tau": [_MULTILINE, ["decode/tau$", "decode/tau_per_request", "decode/expected_tau"]],
+        "survival by slot": [_MULTILINE, ["decode/survival/slot_.*"]],
+        "drafts accepted, and rounds that reached the last slot": [
+            _MULTILINE,
+            ["decode/accepted_share", "decode/ceiling"],
+        ],
+        "answers that repeat themselves or are cut": [_MULTILINE, ["decode/repetition_share", "decode/cut_share"]],
+        "ms per round": [_MULTILINE, ["decode/draft_ms", "decode/verify_ms", "decode/commit_ms"]],
+        "speed-up at batch 1": [_MULTILINE, ["decode/speedup"]],
+        "outputs identical to plain decoding": [_MULTILINE, ["decode/identical_share"]],
+        "acceptance expected without decoding": [_MULTILINE, ["decode/expected_acceptance/slot_.*"]],
+    },
     "training": {
         "loss": [_MULTILINE, ["train/loss"]],
         "accuracy by slot": [_MULTILINE, ["train/accuracy/slot_.*"]],
@@ -18,11 +32,6 @@ LAYOUT = {
         "gradient norm, unclipped": [_MULTILINE, ["train/grad_norm"]],
         "tokens per second": [_MULTILINE, ["train/tokens_per_second"]],
         "memory, GiB": [_MULTILINE, ["train/memory_gib"]],
-    },
-    "decoding": {
-        "tau": [_MULTILINE, ["decode/tau$", "decode/tau_per_request"]],
-        "survival by slot": [_MULTILINE, ["decode/survival/slot_.*"]],
-        "ms per round": [_MULTILINE, ["decode/draft_ms", "decode/verify_ms", "decode/commit_ms"]],
     },
 }
 _RESULTS = ("decode/tau", "train/loss")  # what a table of runs compares

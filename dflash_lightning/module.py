@@ -219,7 +219,8 @@ class DraftModule(LightningModule):
         if not any(term.required().last_hidden for term in self.terms.values()):
             return None
         assert features.last_hidden is not None, "features were made without the last hidden state that a loss needs"
-        return Teacher(features.last_hidden, layout, self.target.lm)
+        laws = dict.fromkeys(temperature for term in self.terms.values() for temperature in term.laws())
+        return Teacher(features.last_hidden, layout, self.target.lm, self._lm.ids, tuple(laws))
 
     def _step_context(self) -> StepContext:
         return StepContext(self.global_step, int(self.trainer.estimated_stepping_batches), self.current_epoch)

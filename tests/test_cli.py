@@ -27,6 +27,7 @@ from dflash_lightning.commands import ready
 from dflash_lightning.commands import regenerate as regenerate_module
 from dflash_lightning.commands.drafts import find_draft
 from dflash_lightning.commands.generate import TokenStream
+from dflash_lightning.commands.report_page import history, token_texts
 from dflash_lightning.data import load_prompts, render_prompt
 from dflash_lightning.decoding.evaluation import Evaluator
 from dflash_lightning.model import DraftModel, save_draft
@@ -39,6 +40,9 @@ COMMANDS = [
     *("fit", "evaluate", "report", "measure", "sweep", "compare", "generate", "regenerate"),
     *("inspect", "export", "check", "show", "recipes"),
 ]
+
+
+pytestmark = pytest.mark.usefixtures("blank_pictures")
 
 
 @pytest.fixture(scope="session")
@@ -501,22 +505,27 @@ def test_full_disk_is_one_error_and_the_run_can_go_on(
 
 
 @pytest.mark.slow
-def test_two_processes_make_one_run_however_they_are_started(here: Path) -> None:
-    """By Lightning, and by torchrun, whose exit status is 0 only if both are."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+def test_two_processes_make_one_run_however_they_are_started(here: Path, run_ranks: Any) -> None:
+    """By Lightning, which starts the second one itself, and from outside, as torchrun does it."""
 
-    def fit(name: str, *launcher: str) -> str:
+    def arguments(name: str) -> list[str]:
         option = ["trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2", "trainer.max_epochs=2"]
-        arguments = [*SMOKE, *option, f"run_dir=runs/{name}", "trainer.enable_progress_bar=false"]
-        command = [sys.executable, *launcher, "-m", "dflash_lightning", "fit", *arguments]
+        return ["fit", *SMOKE, *option, f"run_dir=runs/{name}", "trainer.enable_progress_bar=false"]
+
+    def by_lightning() -> str:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-m", "dflash_lightning", *arguments("by_lightning")]
         run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
         assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-4000:]
-        assert "interrupted" not in run.stderr and run.stderr.count("Loading weights:   0%") <= 1
-        return run.stdout
+        return run.stdout + run.stderr
 
-    for name, launcher in (("by_lightning", []), ("by_torchrun", torchrun)):
-        lines = fit(name, *launcher).splitlines()
+    def by_torchrun() -> str:
+        return "".join(run_ranks(lambda: main(arguments("by_torchrun"))))
+
+    for name, fit in (("by_lightning", by_lightning), ("by_torchrun", by_torchrun)):
+        printed = fit()
+        assert "interrupted" not in printed and printed.count("Loading weights:   0%") <= 1
+        lines = printed.splitlines()
         starts = (
             "run folder",
             "data: ",
@@ -676,6 +685,86 @@ def test_report_keeps_what_is_up_to_date_and_the_total_of_the_first_time(
     assert main(["report", str(report_run), *REPORT, "--limit", "2", "--keep", "--started", str(finished_at + 1)]) == 0
     again = json.loads(file.read_text())
     assert again["prompts"] == 2 and again["total_minutes"] == first["total_minutes"]
+
+
+def test_report_as_a_page_shows_the_run_and_its_answers_round_by_round(
+    report_run: Path, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, asked = ["report", str(report_run), *REPORT], ["--html", "page.html", "--note", "<b> & co"]
+    assert main([*run, *asked]) == 0
+    figures = json.loads((report_run / "report.json").read_text(), parse_constant=pytest.fail)
+    assert [entry["batch"] for entry in figures["speed"]] == [1, 2, 4]
+    assert all(entry["tokens_per_s"] > 0 and entry["prompts"] == 4 for entry in figures["speed"])
+    assert figures["speed_gaps"] == ["batch 8: only 4 prompts"]
+    assert "in batches of 4" in capsys.readouterr().out
+    committed = 0
+    for answer in figures["answers"]:
+        rounds = answer["rounds"]
+        assert len(answer["first"]) + sum(len(r["accepted"]) + len(r["own"]) for r in rounds) == answer["tokens"]
+        committed += answer["tokens"] - 1
+    assert [a["prompt"] for a in figures["answers"]] == [f"tell {i}" for i in range(4)]
+    assert committed == figures["decoding"]["committed"], "the same answers, in the same number of rounds"
+    assert sum(len(a["rounds"]) for a in figures["answers"]) == figures["decoding"]["rounds"]
+    page = Path("page.html").read_text()
+    assert (
+        page.count("<article") == 4 and "&lt;b&gt; &amp; co" in page and "<title>Learning curve of tau</title>" in page
+    )
+
+    monkeypatch.setattr(ready, "open_target_of", lambda *a, **k: pytest.fail("it is there: nothing is measured again"))
+    Path("page.html").unlink()
+    assert main([*run, *asked, "--keep"]) == 0 and Path("page.html").read_text() == page
+    assert main([*run, "--note", "<b> & co", "--keep"]) == 0, "a report that has more than was asked for"
+    assert "is up to date" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--html", "gone/page.html"], "--html: gone/page.html cannot be written"),
+        (["--html", "runs"], "--html: runs cannot be written"),
+        (["--batch-sizes", "2,8"], "--batch-sizes: 8 prompts cannot be decoded together, because there are 4"),
+    ],
+)
+def test_report_refuses_what_it_cannot_do_before_it_decodes(
+    options: list[str],
+    said: str,
+    report_run: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(ready, "open_target_of", lambda *a, **k: pytest.fail("the target was opened"))
+    assert main(["report", str(report_run), *REPORT, *options]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_history_of_a_run_is_put_together_from_what_is_there(report_run: Path) -> None:
+    folder = RunFolder(report_run)
+    steps = [entry["step"] for entry in history(folder)]
+    assert steps == sorted(set(steps)) and len(steps) >= 2 and steps[0] == 0.0
+    for file in (folder.best, folder.last):  # as if it had been trained without evaluations
+        checkpoint = torch.load(file, weights_only=True)
+        torch.save(checkpoint | {"callbacks": {}}, file)
+    (only,) = history(folder)
+    assert only == {"step": float(folder.state["optimizer_steps"]), "decode/tau": folder.state["tau"]}
+    state = json.loads((report_run / "run.json").read_text())
+    (report_run / "run.json").write_text(json.dumps(state | {"tau": None}))
+    assert history(folder) == []
+    folder.last.write_bytes(b"damaged")
+    with pytest.raises(ValueError, match=r"last.ckpt cannot be read as a checkpoint"):
+        history(folder)
+
+
+@pytest.mark.parametrize(
+    ("ids", "expected"),
+    [
+        ([104, 105, 257], ["h", "i", "<|bos|>"]),
+        ([*"ü".encode(), 33], ["", "ü", "!"]),  # a character of two tokens comes with the second
+        ([0xC3, 33], ["", "\N{REPLACEMENT CHARACTER}!"]),  # half a character, and then another
+    ],
+)
+def test_texts_of_tokens(ids: list[int], expected: list[str], byte_tokenizer: PreTrainedTokenizerFast) -> None:
+    assert token_texts(byte_tokenizer, [97, 98], ids) == expected
+    assert token_texts(None, [1], [5, 6]) == ["5 ", "6 "]
 
 
 @pytest.mark.parametrize(("dtype", "status"), [("float32", 1), ("bfloat16", 1)])

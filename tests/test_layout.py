@@ -23,7 +23,7 @@ _BASE = {
 _OPS = _BASE | {"ops"}
 _TARGET = _OPS | {"target"}
 _MODEL = _TARGET | {*AXES, "model"}
-_RUN = _MODEL | {"decoding", "training", "module", "data"}
+_RUN = _MODEL | {"decoding", "training", "module", "data", "acceptance"}
 _RECIPE = _RUN | {"callbacks", "export", "regenerate", "recipe"}
 ALLOWED = {
     **{part: _BASE for part in _BASE},
@@ -34,6 +34,7 @@ ALLOWED = {
     "decoding": _MODEL,
     "training": _MODEL,
     "data": _MODEL,
+    "acceptance": _MODEL | {"decoding", "data"},
     "module": _MODEL | {"training"},
     "regenerate": _RUN,
     "callbacks": _RUN,
@@ -41,9 +42,10 @@ ALLOWED = {
     "recipe": _RECIPE,
     "run": _RECIPE,
     "machine": _BASE,
+    "pages": set(),
     "testing": _RUN,
     "bench": _RECIPE | {"run"},
-    "commands": _RECIPE | {"run", "machine", "bench"},
+    "commands": _RECIPE | {"run", "machine", "bench", "pages"},
     "quiet": set(),
     "cli": {"commands", "quiet", "recipe", "pages"},
     "__main__": {"cli"},

@@ -9,6 +9,7 @@ from typing import Any
 
 from dflash_lightning.bench.settings import Measure
 from dflash_lightning.decoding import DecodingSettings
+from dflash_lightning.decoding.batch_speed import speed_row
 from dflash_lightning.decoding.evaluation import Evaluation, Evaluator
 from dflash_lightning.decoding.types import Generation
 from dflash_lightning.model import DraftModel
@@ -142,16 +143,5 @@ def _speed(
         some = prompts[: max(timing.prompts, batch)]
         found = _evaluate(target, draft, some, settings, f"timed at batch {batch}", num_checked=len(some))
         evaluations.append(found)
-        drafted, plain = found.checked, found.plain
-        rows.append(
-            {
-                "batch": batch,
-                "tokens_per_s": 1 / drafted.s_per_token(),
-                "plain_tokens_per_s": 1 / plain.s_per_token(),
-                "tokens_per_cpu_s": 1 / drafted.s_per_token(cpu=True),
-                "plain_tokens_per_cpu_s": 1 / plain.s_per_token(cpu=True),
-                **{f"{stage}_ms": drafted.stage_ms(stage) for stage in ("draft", "verify", "commit", "host")},
-                "prompts": len(some),
-            }
-        )
+        rows.append(speed_row(found))
     return rows

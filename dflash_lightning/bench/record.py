@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +46,22 @@ def protocol_of(run: RunFolder, recipe: dict[str, Any], measure: Measure) -> dic
             domain: file_digest(find_file(name, setting=f"measure.prompts.{domain}"))
             for domain, name in measure.prompts.items()
         },
+        "expected": {
+            where: file_digest(find_file(name, setting=f"measure.expected.{where}"))
+            for where, name in flat_files(measure.expected or {})
+        },
         "dtype": str((recipe.get("target") or {}).get("dtype")),
         **measure.summary(),
     }
+
+
+def flat_files(tree: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Files of a mapping that names one, or one per domain, by key: ``greedy``, ``greedy.code``."""
+    for key, value in tree.items():
+        if isinstance(value, str):
+            yield key, value
+        else:
+            yield from ((f"{key}.{domain}", name) for domain, name in value.items())
 
 
 def _train_digest(data: dict[str, str]) -> str | None:

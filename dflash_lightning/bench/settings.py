@@ -75,6 +75,7 @@ class Measure:
     batch_size: int = 8  # prompts decoded at once where tau is counted
     compared: int = 12  # prompts whose output is compared with plain decoding's
     speed: dict[str, Any] | None = field(default_factory=dict)  # prompts, batch_sizes, compile; null times nothing
+    expected: dict[str, Any] | None = None  # rows that the target wrote, by decoding, for the expected tau
 
     def __post_init__(self) -> None:
         if not self.prompts:
@@ -88,6 +89,8 @@ class Measure:
         for name in ("max_new_tokens", "batch_size"):
             if getattr(self, name) < 1:
                 raise SettingError(f"measure.{name}", f"{getattr(self, name)} is not a count", "Use 1 or more")
+        if unknown := sorted(set(self.expected or {}) - set(known)):
+            raise SettingError("measure.expected", f"there is no option decoding={unknown[0]}", f"Use some of {known}")
         _ = self.timing
 
     @property

@@ -1,6 +1,6 @@
 """Block axis: where training blocks start, what their slots hold, what is labelled."""
 
-from dflash_lightning.block.anchored import Anchored
+from dflash_lightning.block.anchored import Anchored, lay_out
 from dflash_lightning.block.at_rows import count_batch, lay_out_at
 from dflash_lightning.block.base import BlockConstructor
 from dflash_lightning.block.check import check_anchored, check_layout
@@ -15,6 +15,7 @@ __all__ = [
     "check_layout",
     "count_batch",
     "count_slots",
+    "lay_out",
     "lay_out_at",
     "merge_layouts",
 ]

@@ -36,6 +36,7 @@ class Anchored(BlockConstructor):
     """
 
     name: ClassVar[str] = "anchored"
+    num_anchors: int
 
     def __init__(
         self,
@@ -83,9 +84,6 @@ class Anchored(BlockConstructor):
             starts = starts & tiles(loss_mask, self.block_size)[:-1]
         return starts.nonzero().squeeze(1)
 
-    def num_blocks(self, loss_mask: Bool[Tensor, " S"]) -> int:
-        return min(super().num_blocks(loss_mask), self.num_anchors)
-
     def blocks(
         self,
         document: Document,
@@ -97,11 +95,7 @@ class Anchored(BlockConstructor):
     ) -> BlockLayout:
         eligible = self.eligible_anchors(document.loss_mask)
         anchors = draw_sorted(eligible, self.num_anchors, key=(seed, epoch, document.sample_id))
-        layout = _lay_out(document, anchors, alignment, vocabulary)
-        if self.inputs == "tokens":
-            ids, places = document.input_ids, layout.position_ids
-            inside = places < len(ids)
-            layout.input_ids = torch.where(inside, ids[places.clamp(max=len(ids) - 1)], layout.input_ids)
+        layout = lay_out(document, anchors, alignment, vocabulary, inputs=self.inputs)
         check_anchored(layout, document.input_ids[None], alignment)
         return layout
 
@@ -127,10 +121,20 @@ def draw_sorted(candidates: Int[Tensor, " m"], count: int, *, key: tuple[int, in
     return candidates[torch.from_numpy(chosen)]
 
 
-def _lay_out(
-    document: Document, anchors: Int[Tensor, " N"], alignment: Alignment, vocabulary: Bool[Tensor, " V"] | None
+def lay_out(
+    document: Document,
+    anchors: Int[Tensor, " N"],
+    alignment: Alignment,
+    vocabulary: Bool[Tensor, " V"] | None = None,
+    *,
+    inputs: SlotInputs = "masks",
 ) -> BlockLayout:
-    """Blocks at ``anchors``. Slots may stand, and labels fall, beyond the document's end: such slots are not scored."""
+    """Blocks at the sorted positions ``anchors`` of a document, as ``Anchored`` makes them.
+
+    Slots may stand, and labels fall, beyond the document's end: such slots are not scored. ``inputs`` says what slots
+    behind the anchor's hold; beyond the end they hold masks. ``vocabulary`` marks the ids [V] that a reduced draft
+    vocabulary can express; null means all.
+    """
     ids, length = document.input_ids, len(document.input_ids)
     slots = torch.arange(alignment.block_size)
     positions = anchors[:, None] + slots  # [N, K]
@@ -143,6 +147,8 @@ def _lay_out(
     labels = ids[label_index]
     valid = scored if vocabulary is None else scored & vocabulary[labels]
     input_ids = torch.full_like(positions, alignment.mask_token_id)
+    if inputs == "tokens":
+        input_ids = torch.where(positions < length, ids[positions.clamp(max=length - 1)], input_ids)
     input_ids[:, 0] = ids[anchors]
     return BlockLayout(
         anchors=anchors[None],

@@ -65,3 +65,11 @@ def ids(text: str) -> list[int]:
         return [int(part) for part in text.split(",")]
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of token ids: write 1,2,3") from None
+
+
+def counts(text: str) -> list[int]:
+    """Different whole numbers from 1, divided by commas, the smallest first."""
+    try:
+        return sorted({count(part) for part in text.split(",")})
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers from 1: write 1,2,4,8") from None

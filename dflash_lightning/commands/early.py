@@ -12,6 +12,7 @@ from omegaconf import DictConfig
 
 from dflash_lightning.bench.plan import Plan
 from dflash_lightning.bench.points import Point, make_points
+from dflash_lightning.commands.output_file import check_output
 from dflash_lightning.files import find_draft_place, find_file
 from dflash_lightning.recipe.check import early_faults
 from dflash_lightning.recipe.decoding import decoding_node
@@ -25,7 +26,7 @@ _RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK", "NODE_RANK
 
 
 def check_files(args: argparse.Namespace) -> None:
-    """Refuse prompts, drafters, exports and targets that are not there, and settings of decoding that are none.
+    """Refuse files, drafters and targets that are not there, and settings of decoding that are none.
 
     Raises:
         ValueError: says which argument names what, and what is allowed.
@@ -35,6 +36,8 @@ def check_files(args: argparse.Namespace) -> None:
             find_file(path, setting="--prompts" if args.command != "regenerate" else "prompts")
     if getattr(args, "observed", None) is not None:
         find_file(args.observed, setting="--observed")
+    if args.command == "report":
+        check_output(args.html, "--html", [])
     if args.command == "check" and not Path(args.folder).is_dir():
         raise ValueError(f"{args.folder}: there is no such folder. Give one that dflash export wrote.")
     for path in [*_listed(getattr(args, "draft", None)), *_listed(getattr(args, "run_dir", None))]:

@@ -17,7 +17,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch import Callback, LightningModule, Trainer
 from omegaconf import DictConfig, OmegaConf
 
-from dflash_lightning.callbacks import SpeculativeEval
+from dflash_lightning.callbacks import ExpectedTau, SpeculativeEval
 from dflash_lightning.callbacks.run_log import describe_run
 from dflash_lightning.callbacks.spent import TrainingCost
 from dflash_lightning.callbacks.stopping import RunCut, Stopper, forget_time, is_finished
@@ -218,7 +218,7 @@ def _run(parts: Parts, folder: RunFolder, resume: str, stopper: Stopper, recipe:
         return _report_cut(parts.trainer, folder, stopper)
     finally:
         if _is_main():
-            evaluation = sum(c.seconds for c in callbacks if isinstance(c, SpeculativeEval)) / 60
+            evaluation = sum(c.seconds for c in callbacks if isinstance(c, SpeculativeEval | ExpectedTau)) / 60
             folder.add_minutes(train=(time.monotonic() - clock) / 60 - evaluation, evaluation=evaluation)
             folder.note(training=cost.seconds)
     if not is_finished(parts.trainer):

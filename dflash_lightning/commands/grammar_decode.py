@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from typing import TypeAlias
 
-from dflash_lightning.commands.argument_types import count, ids, mapping
+from dflash_lightning.commands.argument_types import count, counts, ids, mapping
 from dflash_lightning.commands.shared_arguments import (
     DRAFT_HELP,
     TARGET_HELP,
@@ -70,7 +70,9 @@ def add_report(add: Adder) -> None:
 Measure a finished run on held-out prompts and write report.json into its folder: tau, identity with plain decoding and
 with transformers.generate on every prompt, and seconds per token against both. The first prompts (--timed) are decoded
 one at a time, the three taking turns; the others in batches. The exit status is 1 when output is not the target's own
-(in bfloat16 and float16: by more than rounding), and when tau is below --min-tau."""
+(in bfloat16 and float16: by more than rounding), and when tau is below --min-tau.
+
+  dflash report runs/a --html a.html          also a page to look at: curves, charts, ten answers round by round"""
     parser = add("report", "a finished run's numbers, against two baselines", text)
     parser.add_argument("run_dir", metavar="RUN", help="the run folder")
     parser.add_argument("--target", metavar="T", help=f"{TARGET_HELP}; default: the run's")
@@ -87,6 +89,17 @@ one at a time, the three taking turns; the others in batches. The exit status is
     parser.add_argument("--started", type=float, metavar="T", help="when the whole began (seconds since 1970)")
     parser.add_argument("--min-tau", type=float, metavar="X", help="fail when tau is below X")
     parser.add_argument("--note", metavar="TEXT", help="what the prompts are, in words, for the report")
+    parser.add_argument(
+        "--batch-sizes",
+        type=counts,
+        metavar="1,2,4,8",
+        help="also time drafted and plain decoding in batches of these sizes",
+    )
+    parser.add_argument(
+        "--html",
+        metavar="FILE",
+        help="also write a page that a browser shows without a network; implies --batch-sizes 1,2,4,8",
+    )
     parser.add_argument(
         "--keep", action="store_true", help="print the report that is there if it is of this drafter and these settings"
     )

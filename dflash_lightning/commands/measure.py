@@ -9,6 +9,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from dflash_lightning.acceptance import expected_tau, why_not
 from dflash_lightning.bench import Measure
 from dflash_lightning.bench.decode import decode_bench, in_turns
 from dflash_lightning.bench.record import MEASURED_FILE, heading, protocol_of, training_of, why_anew
@@ -28,6 +29,7 @@ from dflash_lightning.recipe.make import make
 from dflash_lightning.recipe.nodes import NodeChecker
 from dflash_lightning.recipe.ranges import range_faults
 from dflash_lightning.run import RunFolder, json_text, read_recipe, versions
+from dflash_lightning.target import FrozenTarget
 
 
 def measure(args: argparse.Namespace) -> int:
@@ -116,7 +118,7 @@ def _measure(
         "prompts": found.prompts,
         "speed": found.speed,
         "identical": found.identical,
-        "expected_tau": None,
+        "expected_tau": _expected(target, draft, settings, fed),
         "device": str(target.device),
         "machine": machine(),
         "versions": versions(),
@@ -126,6 +128,24 @@ def _measure(
     if found.broken:
         print(f"dflash: {run.path}: output is not the target's own. Decoding is at fault: the figures say nothing")
     return found.broken
+
+
+def _expected(
+    target: FrozenTarget, draft: FoundDraft, settings: Measure, fed: dict[str, Any]
+) -> dict[str, dict[str, float]] | None:
+    """The tau that rows of the target let expect, by decoding and domain; null where none is asked, or can be told."""
+    told = {}
+    for name, rows in (settings.expected or {}).items():
+        if name not in settings.decodings:
+            continue
+        decoding = settings.decoding(name, fed=fed)
+        if (reason := why_not(draft.model, decoding)) is not None:
+            print(f"no expected tau, {name}: {reason}")
+            continue
+        kwargs, where = draft.model.config.chat_template_kwargs, f"measure.expected.{name}"
+        found = expected_tau(target, draft.model, rows, decoding, chat_template_kwargs=kwargs, setting=where)
+        told[name] = {domain: rounds.tau for domain, rounds in found.items()}
+    return told or None
 
 
 def _open(

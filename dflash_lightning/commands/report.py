@@ -15,6 +15,7 @@ from dflash_lightning.commands.drafts import FoundDraft, check_device, find_draf
 from dflash_lightning.commands.measured import load_files
 from dflash_lightning.commands.ready import decoding_of, open_ready
 from dflash_lightning.commands.report_decoding import decode_for_report
+from dflash_lightning.commands.report_page import about_run, further, measure_further, possible_sizes
 from dflash_lightning.commands.report_text import failures, table
 from dflash_lightning.commands.run_figures import PROMPTS_KEY, REPORT_FILE, own_prompts, read_report
 from dflash_lightning.data import Prompt
@@ -24,9 +25,10 @@ from dflash_lightning.data.read.sources import make_sources
 from dflash_lightning.decoding import DecodingSettings
 from dflash_lightning.decoding.benchmark import Timing, check_greedy
 from dflash_lightning.decoding.interval import tau_interval
-from dflash_lightning.files import find_file
+from dflash_lightning.files import find_file, write_atomic
 from dflash_lightning.machine import machine
 from dflash_lightning.model.files import WEIGHTS_FILE
+from dflash_lightning.pages import report_page
 from dflash_lightning.run import RunFolder, file_digest, json_text, versions
 from dflash_lightning.target import FrozenTarget
 from dflash_lightning.target.served import served_line, served_settings
@@ -38,8 +40,9 @@ SHIPPED_PROMPTS = "package://dflash_lightning/data/quickstart/test.jsonl"
 def report(args: argparse.Namespace) -> int:
     """Decode prompts with the run's best drafter, write ``report.json`` into the run and print it as a table.
 
-    With ``--keep`` a report of the same drafter, prompts and settings is printed instead of being made again. On
-    another target than the drafter's own the file is ``report_other_target.json``: the run's report stays its own.
+    With ``--html`` it is written as a page too. With ``--keep`` a report of the same drafter, prompts and settings is
+    printed instead of being made again. On another target than the drafter's own the file is
+    ``report_other_target.json``: the run's report stays its own.
 
     The exit status is 1 when output differs from the target's own by more than rounding (in float32: at all), and when
     tau is below ``--min-tau``.
@@ -53,8 +56,9 @@ def report(args: argparse.Namespace) -> int:
     prompts = _choose_prompts(args, draft)
     asked = _asked(args, draft, prompts, settings)
     earlier = read_report(file)
-    spent = _spent(folder)  # a damaged run.json is found before anything is measured
-    if args.keep and earlier.get("asked") == asked:
+    spent = _spent(folder)  # a damaged run.json is found before anything is measured, and so is a damaged checkpoint
+    about = about_run(folder, draft) if args.html else {}
+    if args.keep and _holds(earlier, asked):
         print(f"{file} is up to date")
         figures = earlier
     else:
@@ -68,6 +72,9 @@ def report(args: argparse.Namespace) -> int:
         }
         file.write_text(json_text(figures), encoding="utf-8")
         print(f"written to {file}")
+    if args.html:
+        write_atomic(Path(args.html), report_page({**figures, **about}))
+        print(f"the page is {args.html}")
     print(table(figures))
     reasons = failures(figures, args.min_tau)
     for reason in reasons:
@@ -126,13 +133,24 @@ def _asked(
         "note": prompts.note,
         "decoding": settings.summary(),
         **{name: getattr(args, name) for name in names},
+        **further(args),
     }
+
+
+def _holds(earlier: dict[str, Any], asked: dict[str, Any]) -> bool:
+    """Whether a report has all that is asked now; curves and answers may be in it without being asked for."""
+    there = dict(earlier.get("asked") or {})
+    for name in ("batch_sizes", "answers"):
+        if name not in asked:
+            there.pop(name, None)
+    return there == asked
 
 
 def _measure(
     args: argparse.Namespace, draft: FoundDraft, chosen: _Prompts, settings: DecodingSettings
 ) -> dict[str, Any]:
     (file,) = load_files([chosen.path], chosen.limit)
+    possible_sizes(args, len(file.prompts))  # refused before anything is decoded
     target, prompts = open_ready(
         [draft], args, settings, file.prompts, call=lambda place: f"prompt {place + 1} of {file.path}"
     )
@@ -174,6 +192,7 @@ def _measure(
         "target": target.facts.name,
         "other_target": other_target(draft, target),
         "versions": versions(),
+        **measure_further(target, draft.model, prompts, file.prompts, settings, args),
     }
 
 

@@ -43,6 +43,7 @@ def table(figures: dict[str, Any]) -> str:
         ("faster than transformers.generate", _times(figures["speedup_over_transformers_generate"])),
         ("timed on", _hardware(figures)),
     ]
+    rows += [(f"in batches of {entry['batch']}", _batch(entry)) for entry in figures.get("speed") or []]
     if figures.get("served"):
         rows.append(("as it is served", figures["served"]))
     if figures["overlap_with_training"] is not None:
@@ -60,6 +61,11 @@ def table(figures: dict[str, Any]) -> str:
     ]
     width = max(len(name) for name, _ in rows)
     return "\n".join([*(f"  {name.ljust(width)}  {value}" for name, value in rows), *figures["warnings"]])
+
+
+def _batch(entry: dict[str, Any]) -> str:
+    drafted, plain = entry["tokens_per_s"], entry["plain_tokens_per_s"]
+    return f"{drafted:.1f} tokens/s, {plain:.1f} without drafts: {drafted / plain:.2f}x, on {entry['prompts']} prompts"
 
 
 def _number(value: float | None, form: str) -> str:

@@ -63,10 +63,10 @@ class DraftProposer(Proposer):
         self.lm = head
         self.block_size = draft.config.block_size if block_size is None else block_size
         self.num_drafts = num_drafts(draft, block_size, untrained_slots=untrained_slots)
-        self.signals = draft.head.signals
+        self.signals, self.signals_in_turn = draft.head.signals, draft.head.signals_in_turn
         self.graphs = GraphCounter()
         self.compiled = compile
-        self.weights = _decode_copy(draft, target)
+        self.weights = decode_copy(draft, target)
         self.weights.bind(target)
         self.products: dict[nn.Linear, RowProduct] = {}
         self.model = self._with_row_products() if prepacked else self.weights
@@ -222,7 +222,7 @@ def num_drafts(draft: DraftModel, block_size: int | None, *, untrained_slots: bo
     return dataclasses.replace(own, block_size=block_size).num_drafts
 
 
-def _decode_copy(draft: DraftModel, target: FrozenTarget) -> DraftModel:
+def decode_copy(draft: DraftModel, target: FrozenTarget) -> DraftModel:
     """``draft`` in the target's dtype and on its device, without gradients; buffers of token ids stay whole numbers."""
     model = copy.deepcopy(draft).eval().requires_grad_(False)
     for tensor in (*model.parameters(), *model.buffers()):

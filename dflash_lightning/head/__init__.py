@@ -3,5 +3,12 @@
 from dflash_lightning.head.base import DraftHead, HeadOutput
 from dflash_lightning.head.marginal import MarginalHead
 from dflash_lightning.head.markov import MarkovHead
+from dflash_lightning.head.survival import SurvivalHead
 
-__all__ = ["DraftHead", "HeadOutput", "MarginalHead", "MarkovHead"]
+__all__ = [
+    "DraftHead",
+    "HeadOutput",
+    "MarginalHead",
+    "MarkovHead",
+    "SurvivalHead",
+]

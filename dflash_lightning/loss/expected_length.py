@@ -9,8 +9,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from dflash_lightning.errors import SettingError
-from dflash_lightning.loss.base import Labels, LossTerm, check_temperature, taught
-from dflash_lightning.loss.slotwise import unbroken
+from dflash_lightning.loss.base import Labels, LossTerm, check_temperature, taught, unbroken
+from dflash_lightning.loss.weighted import WeightedLoss
 from dflash_lightning.ops.lm_head import HeadOutput, LabelLogProb, Overlap, Teacher, TeacherLogProb
 from dflash_lightning.types import BlockLayout, FeatureSpec, SlotTotals, StepContext
 
@@ -18,7 +18,7 @@ _FLOOR = -80.0  # of a logarithm; exp(-80) is a normal number in float32
 _NEARLY_0 = 1e-3  # below it a power mean is its limit at 0: in float32 the formula would show rounding only
 
 
-class DPace(LossTerm):
+class DPace(WeightedLoss):
     """Cross entropy, each slot weighted by what its probability is worth for the accepted length now (D-PACE).
 
     ``s_k = (1 - alpha) q_k(label) + alpha`` (1 where a slot is not valid) is the smoothed chance that draft ``k`` is
@@ -27,8 +27,9 @@ class DPace(LossTerm):
     ``w`` detached (arXiv 2605.18810). ``alpha`` 1 gives weights Kp, Kp - 1, ..., 1 whatever the drafter says.
 
     Published code divides by different counts, which differ by three orders of magnitude. ``documents`` is the authors'
-    (also SpecForge's): with it gradients are large, and clipping at 1 always acts. ``slots`` is the number of valid
-    slots (speculators). AngelSpec's sum of the weights depends on the forward pass and is left out.
+    (also SpecForge's at first; its later documents name ``document_mean``): with it gradients are large, and clipping
+    at 1 always acts. ``slots`` is the number of valid slots (speculators). AngelSpec's sum of the weights depends on
+    the forward pass and is left out.
     """
 
     name: ClassVar[str] = "d_pace"
@@ -37,37 +38,11 @@ class DPace(LossTerm):
         self,
         *,
         alpha: float | int = 0.5,  # 0 counts a token as accepted with its probability, 1 always
-        normalize: Literal["documents", "slots"] = "slots",  # what the sum is divided by
+        normalize: Literal["documents", "slots", "blocks", "document_mean"] = "slots",  # what the sum is divided by
         coefficient: float | int = 1.0,  # weight of the term in the sum
         view: str = "main",  # which of the head's distributions is scored
     ) -> None:
-        if not 0 <= alpha <= 1:
-            raise SettingError("loss.alpha", f"{alpha} is not a share", "Use 0..1 (the paper has 0.5)")
-        if normalize not in ("documents", "slots"):
-            raise SettingError("loss.normalize", f"{normalize!r} is unknown", "Use 'documents' or 'slots'")
-        self.alpha = float(alpha)
-        self.normalize = normalize
-        self.coefficient = float(coefficient)
-        self.view = view
-
-    def numerator(
-        self, out: HeadOutput, layout: BlockLayout, teacher: Teacher | None, ctx: StepContext
-    ) -> Float[Tensor, ""]:
-        (log_prob,) = self.view_of(out).ask(LabelLogProb(layout.labels))
-        weights = pace_weights(log_prob.detach().exp(), layout.valid, self.alpha)
-        return torch.where(layout.valid, -weights * log_prob, 0.0).sum()
-
-    def denominator(self, totals: SlotTotals) -> Float[Tensor, ""]:
-        return totals.documents if self.normalize == "documents" else totals.valid.sum()
-
-
-def pace_weights(
-    probs: Float[Tensor, "*blocks K"], valid: Bool[Tensor, "*blocks K"], alpha: float
-) -> Float[Tensor, "*blocks K"]:
-    """``w_k`` of ``DPace``: the sum over valid slots ``j >= k`` of the product of smoothed chances up to ``j``."""
-    chances = torch.where(valid, (1.0 - alpha) * probs + alpha, 1.0)
-    reached = torch.where(valid, chances.cumprod(-1), 0.0)
-    return torch.where(valid, reached.flip(-1).cumsum(-1).flip(-1), 0.0)
+        super().__init__(weight="label", alpha=alpha, normalize=normalize, coefficient=coefficient, view=view)
 
 
 class BlockVerificationLoss(LossTerm):

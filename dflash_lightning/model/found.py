@@ -93,6 +93,15 @@ def find_draft_config(path: str | Path, *, setting: str) -> DraftConfig | None:
     return DraftConfig.from_dict(_read(place, setting, mmap=True)["draft_config"])
 
 
+def read_history(file: Path) -> list[dict[str, float]]:
+    """What a run's evaluations had found when it wrote this checkpoint, each with its ``step``; empty without any.
+
+    Raises:
+        ValueError: the file is damaged, or no checkpoint of a drafter.
+    """
+    return _history(_read(file, "checkpoint", mmap=True))
+
+
 def _read(file: Path, setting: str, *, mmap: bool = False) -> dict[str, Any]:
     """A checkpoint's content; with ``mmap`` its tensors stay on disk until they are used."""
     try:
@@ -115,9 +124,18 @@ def _measured(checkpoint: dict[str, Any]) -> dict[str, float]:
     step = checkpoint.get("global_step")
     if step is None:
         return {}
-    for state in (checkpoint.get("callbacks") or {}).values():
-        history = state.get("history") if isinstance(state, dict) else None
-        for entry in reversed(history or []):
-            if entry.get("step") == step:
-                return {str(name): float(value) for name, value in entry.items()}
+    for entry in reversed(_history(checkpoint)):
+        if entry["step"] == step:
+            return entry
     return {"step": float(step)}  # the last checkpoint is written before it is measured
+
+
+def _history(checkpoint: dict[str, Any]) -> list[dict[str, float]]:
+    """What callbacks remember to have measured, by step; figures of one step are one entry."""
+    found: dict[float, dict[str, float]] = {}
+    for state in (checkpoint.get("callbacks") or {}).values():
+        entries = state.get("history") if isinstance(state, dict) else None
+        for entry in entries or []:
+            if "step" in entry:
+                found.setdefault(entry["step"], {}).update((str(name), float(value)) for name, value in entry.items())
+    return [found[step] for step in sorted(found)]

@@ -1,8 +1,8 @@
 """Per-slot questions that compare a draft distribution q with the target's own law p.
 
 With a reduced draft vocabulary q has no mass outside it. Overlaps are then taken with p as it is: that is what
-verification accepts. Divergences would be infinite, so they compare q with p given that the token is one of the
-draft's.
+verification accepts. Most divergences would be infinite, so they compare q with p given that the token is one of the
+draft's. The one that stays finite (Renyi) takes p as it is.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ class TeacherLogProb(Request):
         return len(self.teacher.lm.weight)
 
     def value(self, chunk: Chunk) -> Float[Tensor, " r"]:
-        tokens, _ = self.teacher.lm.columns(chunk.pick(self.labels))
-        return self.teacher.law(chunk, self.temperature).log_prob(tokens)
+        return self.teacher.log_prob(chunk, self.labels, self.temperature)
 
     def answerable(self, chunk: Chunk) -> Bool[Tensor, " r"] | None:
         return self.teacher.lm.columns(chunk.pick(self.labels))[1]
@@ -132,3 +131,53 @@ class JSD(Request):
         log_mean = ((law.probs_within + draft.probs) / 2).log()
         from_p = torch.linalg.vecdot(law.probs_within, law.log_probs_within - log_mean)
         return (from_p + torch.linalg.vecdot(draft.probs, log_q - log_mean)) / 2
+
+
+@dataclass(frozen=True, eq=False)
+class SoftLabelLogProb(Request):
+    """``sum p log q`` (nats) of each slot: minus the cross entropy with the target's law as the label."""
+
+    teacher: Teacher
+    temperature: float = 1.0
+
+    @property
+    def columns(self) -> int:
+        return len(self.teacher.lm.weight)
+
+    def value(self, chunk: Chunk) -> Float[Tensor, " r"]:
+        draft, law = chunk.at(self.temperature), self.teacher.law(chunk, self.temperature)
+        return torch.linalg.vecdot(law.probs_within, draft.logits - draft.log_normaliser[:, None])
+
+    def gradient(self, chunk: Chunk, out: Float[Tensor, "r V"]) -> None:
+        law = self.teacher.law(chunk, self.temperature)
+        torch.sub(law.probs_within, chunk.at(self.temperature).probs, out=out)
+        if self.temperature != 1.0:
+            out.div_(self.temperature)
+
+
+@dataclass(frozen=True, eq=False)
+class Renyi(Request):
+    """``-2 log sum sqrt(p q)`` (nats) of each slot: Renyi's divergence of order 1/2.
+
+    0 where p is q, at most the smaller of both Kullback-Leibler divergences, and finite wherever they share mass.
+    """
+
+    teacher: Teacher
+    temperature: float = 1.0
+
+    @property
+    def columns(self) -> int:
+        return len(self.teacher.lm.weight)
+
+    def _halves(self, chunk: Chunk) -> Float[Tensor, "r c"]:
+        """``log sqrt(p q)``: roots of small probabilities would be lost before their logarithm is."""
+        draft = chunk.at(self.temperature)
+        return (self.teacher.law(chunk, self.temperature).log_probs + draft.logits - draft.log_normaliser[:, None]) / 2
+
+    def value(self, chunk: Chunk) -> Float[Tensor, " r"]:
+        return -2.0 * self._halves(chunk).logsumexp(-1)
+
+    def gradient(self, chunk: Chunk, out: Float[Tensor, "r V"]) -> None:
+        torch.sub(chunk.at(self.temperature).probs, self._halves(chunk).softmax(-1), out=out)
+        if self.temperature != 1.0:
+            out.div_(self.temperature)

@@ -9,10 +9,10 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from dflash_lightning.ops.comparisons import JSD, KL, Overlap, TeacherLogProb
+from dflash_lightning.ops.comparisons import JSD, KL, Overlap, Renyi, SoftLabelLogProb, TeacherLogProb
 from dflash_lightning.ops.language_head import LanguageHead
 from dflash_lightning.ops.logit_pass import FrozenAnswers, LogitPass, RecomputedAnswers
-from dflash_lightning.ops.requests import Argmax, Chunk, Entropy, LabelLogProb, LogitAt, Request, TopK
+from dflash_lightning.ops.requests import Argmax, Chunk, Detached, Entropy, LabelLogProb, LogitAt, Request, TopK
 from dflash_lightning.ops.teacher import Teacher, chunk_bytes
 
 __all__ = [
@@ -20,13 +20,16 @@ __all__ = [
     "KL",
     "Argmax",
     "Chunk",
+    "Detached",
     "Entropy",
     "HeadOutput",
     "LabelLogProb",
     "LanguageHead",
     "LogitAt",
     "Overlap",
+    "Renyi",
     "Request",
+    "SoftLabelLogProb",
     "Teacher",
     "TeacherLogProb",
     "TopK",
@@ -90,8 +93,17 @@ class View:
         chunk's logits exist, one product per request that knows its gradient; otherwise the chunk is computed again in
         the backward pass. Slots whose incoming gradient is 0 pass exactly 0 on, whatever they hold.
         """
+        given, known = requests, {*self._answers, *self._planned, *requests}
+
+        def cheapest(request: Request) -> Request:
+            """An answer that is made with its gradient anyway serves those who want none."""
+            found = request.request if isinstance(request, Detached) else request
+            return found if found in known else request
+
+        requests = tuple(cheapest(request) for request in requests)
         if not all(self._knows(request) for request in requests):
-            asked = [r for r in dict.fromkeys([*requests, *self._planned]) if not self._knows(r)]
+            planned = [cheapest(request) for request in self._planned]
+            asked = [r for r in dict.fromkeys([*requests, *planned]) if not self._knows(r)]
             self._planned.clear()
             fast = [r for r in asked if not self._recomputes(r)]
             slow = [r for r in asked if self._recomputes(r)]
@@ -101,7 +113,10 @@ class View:
                 if group:
                     answers = [self._spread(r, a) for r, a in zip(group, answer(group), strict=True)]
                     self._answers.update(zip(group, answers, strict=True))
-        return tuple(self._answers[r] if self._tracks(r) else self._answers[r].detach() for r in requests)
+        return tuple(
+            self._answers[r] if self._tracks(r) and self._tracks(asked_for) else self._answers[r].detach()
+            for r, asked_for in zip(requests, given, strict=True)
+        )
 
     def _tracks(self, request: Request) -> bool:
         """Whether the answer must carry a gradient now."""

@@ -55,17 +55,17 @@ class LogitPass:
             dtype, enabled = self.autocast
             with torch.autocast(self.rows.device.type, dtype=dtype, enabled=enabled):
                 logits = self.compose(*per_row, *shared).to(self.wide)
-            return Chunk(logits, self.rows[span], self.lm)
+            return Chunk(logits, self.rows, span, self.lm)
         weight, bias = self.lm.cast(self.dtype)
         # The dtype is decided above, once; autocast would cast the weight again for every chunk.
         with self.without_autocast():
             product = torch.nn.functional.linear(per_row[0].to(self.dtype), weight, bias)
-            return Chunk(self.lm.activate(product.to(self.wide)), self.rows[span], self.lm)
+            return Chunk(self.lm.activate(product.to(self.wide)), self.rows, span, self.lm)
 
-    def answers(self, chunk: Chunk) -> list[Tensor]:
+    def answers(self, chunk: Chunk, requests: Sequence[Request]) -> list[Tensor]:
         """The answer of every request [r *width], with its ``fill`` where it has none."""
         with self.without_autocast():
-            return [_fill(request, chunk, request.value(chunk)) for request in self.requests]
+            return [_fill(request, chunk, request.value(chunk)) for request in requests]
 
     def room(self) -> list[Tensor]:
         """Empty answers for all rows [R *width]."""
@@ -79,7 +79,7 @@ class LogitPass:
         values = self.room()
         for span in self.spans():
             chunk = self.chunk(span, [tensor[span] for tensor in per_row], shared)
-            for value, answer in zip(values, self.answers(chunk), strict=True):
+            for value, answer in zip(values, self.answers(chunk, self.requests), strict=True):
                 value[span] = answer
         return values
 
@@ -94,7 +94,7 @@ class LogitPass:
         buffer = hidden.new_empty(max([s.stop - s.start for s in spans], default=0), len(weight), dtype=self.wide)
         for span in spans:
             chunk = self.chunk(span, [hidden[span]], ())
-            for value, answer in zip(values, self.answers(chunk), strict=True):
+            for value, answer in zip(values, self.answers(chunk, self.requests), strict=True):
                 value[span] = answer
             with self.without_autocast():
                 for request, gradient in zip(graded, gradients, strict=True):
@@ -118,6 +118,7 @@ class LogitPass:
         ``incoming`` are the gradients of the answers [R *width], null where there is none.
         """
         live = self._live(incoming)
+        wanting = [(request, g) for request, g in zip(self.requests, incoming, strict=True) if g is not None]
         to_rows = [torch.zeros_like(tensor) if tensor.requires_grad else None for tensor in per_row]
         common = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in shared]
         wanted = {tensor: torch.zeros_like(tensor) for tensor in [*common, *self.inputs] if tensor.requires_grad}
@@ -126,8 +127,8 @@ class LogitPass:
             given = [torch.where(_like(live[span], tensor), tensor.detach()[span], 0) for tensor in per_row]
             leaves = [g.requires_grad_(tensor.requires_grad) for g, tensor in zip(given, per_row, strict=True)]
             with torch.enable_grad():
-                answers = self.answers(self.chunk(span, leaves, common))
-            pairs = [(a, g[span]) for a, g in zip(answers, incoming, strict=True) if g is not None and a.requires_grad]
+                answers = self.answers(self.chunk(span, leaves, common), [request for request, _ in wanting])
+            pairs = [(a, g[span]) for a, (_, g) in zip(answers, wanting, strict=True) if a.requires_grad]
             sources = [leaf for leaf in leaves if leaf.requires_grad] + list(wanted)
             if not pairs:
                 continue

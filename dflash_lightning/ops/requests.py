@@ -25,16 +25,24 @@ LOG_FLOOR = -60.0
 class Chunk:
     """Logits of a run of a view's rows, and what several requests share about them.
 
-    ``rows`` are the flat slot indices (into B*N*K) of these logits; ``logits`` are fp32 (or wider), scaled and capped.
-    Nothing that a chunk hands out may be written to. Where the logits carry a gradient, so does all that is made of
-    them.
+    ``all_rows`` are the flat slot indices (into B*N*K) of the whole view, ``rows`` those of these logits, which stand
+    at ``span`` of them; ``logits`` are fp32 (or wider), scaled and capped. Nothing that a chunk hands out may be
+    written to. Where the logits carry a gradient, so does all that is made of them.
     """
 
-    def __init__(self, logits: Float[Tensor, "r V"], rows: Int[Tensor, " r"], head: LanguageHead) -> None:
+    def __init__(
+        self, logits: Float[Tensor, "r V"], all_rows: Int[Tensor, " R"], span: slice, head: LanguageHead
+    ) -> None:
         self.logits = logits
-        self.rows = rows
+        self.all_rows = all_rows
+        self.span = span
         self.head = head
         self._known: dict[Hashable, Any] = {}
+
+    @property
+    def rows(self) -> Int[Tensor, " r"]:
+        """Flat slot indices of the chunk's rows."""
+        return self.all_rows[self.span]
 
     @cached_property
     def _normalised(self) -> tuple[Float[Tensor, "r V"], Float[Tensor, " r"]]:
@@ -66,7 +74,11 @@ class Chunk:
         """The same rows with their logits divided by ``temperature``."""
         if temperature == 1.0:
             return self
-        return self.remember(("at", temperature), lambda: Chunk(self.logits / temperature, self.rows, self.head))
+
+        def make() -> Chunk:
+            return Chunk(self.logits / temperature, self.all_rows, self.span, self.head)
+
+        return self.remember(("at", temperature), make)
 
     def pick(self, slots: Shaped[Tensor, "B N K *rest"]) -> Shaped[Tensor, r * rest]:
         """The entries of a per-slot tensor at the rows of this chunk."""
@@ -128,6 +140,29 @@ class Request(ABC):
 
     def __hash__(self) -> int:
         return hash(self._key())
+
+
+@dataclass(frozen=True, eq=False)
+class Detached(Request):
+    """The answer to ``request`` without a gradient, so that none is made: for weights and labels of a loss."""
+
+    request: Request
+    differentiable: ClassVar[bool] = False
+
+    @property
+    def width(self) -> tuple[int, ...]:
+        return self.request.width
+
+    @property
+    def columns(self) -> int:
+        return self.request.columns
+
+    def value(self, chunk: Chunk) -> Shaped[Tensor, r * width]:
+        assert self.request.differentiable, "this request has no gradient as it is"
+        return self.request.value(chunk).detach()
+
+    def answerable(self, chunk: Chunk) -> Bool[Tensor, " r"] | None:
+        return self.request.answerable(chunk)
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,8 +18,9 @@ from dflash_lightning.recipe.tree import holds_unknown, mapping_at, select
 from dflash_lightning.target.place import locate
 
 # Keys that hold file names and sources: they are looked up from the working folder before anything is loaded.
-_FILES, _SOURCES = "callbacks.*.prompts", "data.train"
-_MEASURED = "measure.prompts.*"  # read once the run is finished: no part of its record
+_FILES, _SOURCES = ("callbacks.*.prompts", "callbacks.*.rows", "callbacks.*.rows.*"), "data.train"
+# Read once the run is finished: no part of its record.
+_MEASURED = ("measure.prompts.*", "measure.expected.*", "measure.expected.*.*")
 
 
 def data_files(cfg: DictConfig) -> dict[str, Path]:
@@ -27,8 +28,8 @@ def data_files(cfg: DictConfig) -> dict[str, Path]:
 
     A pattern or a saved data set is every file behind it; a data set of the hub, which its revision pins, is none.
     """
-    tree = OmegaConf.to_container(cfg, resolve=True)
-    files = {where: find_file(name, setting=where) for where, name in select(tree, _FILES) if name is not None}
+    tree: Any = OmegaConf.to_container(cfg, resolve=True)
+    files = {where: find_file(name, setting=where) for where, name in _named(tree)}
     for where, value in select(tree, _SOURCES):
         for at, source in _sources(value, where):
             found = source.parts(at)
@@ -38,9 +39,8 @@ def data_files(cfg: DictConfig) -> dict[str, Path]:
 
 def file_faults(tree: dict[str, Any]) -> Iterator[Fault]:
     """Files, sources, drafters and target folders that are not there."""
-    for where, name in [*select(tree, _FILES), *select(tree, _MEASURED)]:
-        if isinstance(name, str):
-            yield from faults_of(partial(find_file, name, setting=where), where)
+    for where, name in _named(tree, (*_FILES, *_MEASURED)):
+        yield from faults_of(partial(find_file, name, setting=where), where)
     for where, value in select(tree, _SOURCES):
         if fits(value, TrainFiles):  # reported where it does not
             yield from _source_faults(value, where)
@@ -48,6 +48,12 @@ def file_faults(tree: dict[str, Any]) -> Iterator[Fault]:
     source = mapping_at(tree, "target").get("source")
     if isinstance(source, str):
         yield from faults_of(partial(locate, source), "target.source")
+
+
+def _named(tree: Any, patterns: tuple[str, ...] = _FILES) -> Iterator[tuple[str, str]]:
+    """Single files by the key that names them."""
+    for pattern in patterns:
+        yield from ((where, name) for where, name in select(tree, pattern) if isinstance(name, str))
 
 
 def _start_faults(start: Any, run_dir: Any) -> Iterator[Fault]:

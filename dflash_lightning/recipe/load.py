@@ -14,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from dflash_lightning.files import RECIPE_FILE, STATE_FILE
 from dflash_lightning.recipe.compose import CannotCompose, compose_file
-from dflash_lightning.recipe.evaluation import has_evaluation
+from dflash_lightning.recipe.evaluation import has_evaluation, is_measured
 from dflash_lightning.recipe.faults import Fault, RecipeError, hint_for
 from dflash_lightning.recipe.folders import recipe_name, recipe_names, recipes_folder
 from dflash_lightning.recipe.overrides import TARGET, Overrides
@@ -107,7 +107,7 @@ def _stop_following(callbacks: DictConfig) -> None:
     nodes: Any = OmegaConf.to_container(callbacks, resolve=False)
     if has_evaluation(nodes.values()):
         return
-    following = [name for name, node in nodes.items() if isinstance(node, dict) and _follows_decoding(node)]
+    following = [name for name, node in nodes.items() if isinstance(node, dict) and _follows_nobody(node, nodes)]
     for name in following:
         del callbacks[name]
     if following and "recent" in nodes:
@@ -116,8 +116,10 @@ def _stop_following(callbacks: DictConfig) -> None:
         callbacks["recent"] = last["recent"]
 
 
-def _follows_decoding(node: dict[str, Any]) -> bool:
-    return str(node.get("monitor")).startswith("decode/")
+def _follows_nobody(node: dict[str, Any], nodes: dict[str, Any]) -> bool:
+    """Whether it follows a figure of decoding that none of ``nodes`` measures."""
+    monitor = str(node.get("monitor"))
+    return monitor.startswith("decode/") and not is_measured(monitor, nodes.values())
 
 
 def find_recipe(name_or_path: str) -> Path:

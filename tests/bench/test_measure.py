@@ -31,6 +31,7 @@ MEASURED = [
     "measure.speed.batch_sizes=[1,2]",
     "measure.speed.prompts=1",
     "~measure.prompts.arithmetic",
+    "measure.expected=null",
     *(f"measure.prompts.{domain}={domain}.jsonl" for domain in DOMAINS),
 ]
 TOY = [

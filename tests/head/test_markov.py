@@ -22,7 +22,16 @@ from dflash_lightning.head import MarginalHead, MarkovHead
 from dflash_lightning.loss import ConfidenceLoss, CrossEntropy, TotalVariation
 from dflash_lightning.model import DraftModel, make_draft_config, save_draft
 from dflash_lightning.model.start import DraftPlan
-from dflash_lightning.ops.lm_head import HeadOutput, LabelLogProb, LanguageHead, Overlap, Request, Teacher, View
+from dflash_lightning.ops.lm_head import (
+    Detached,
+    HeadOutput,
+    LabelLogProb,
+    LanguageHead,
+    Overlap,
+    Request,
+    Teacher,
+    View,
+)
 from dflash_lightning.recipe import RecipeError, check_recipe, load_recipe
 from dflash_lightning.recipe.make import make
 from dflash_lightning.training.requirements import check_signals
@@ -175,7 +184,10 @@ class Known(View):
         self.given = {LabelLogProb: log_prob, Overlap: overlap}
 
     def ask(self, *requests: Request) -> tuple[torch.Tensor, ...]:
-        return tuple(self.given[type(request)] for request in requests)
+        return tuple(
+            self.given[type(request.request)].detach() if isinstance(request, Detached) else self.given[type(request)]
+            for request in requests
+        )
 
 
 CTX = StepContext(0, 1, 0)

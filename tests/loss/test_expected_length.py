@@ -15,7 +15,9 @@ from torch import Tensor
 
 from dflash_lightning.block import count_slots
 from dflash_lightning.loss import BlockVerificationLoss, DPace, LossTerm
-from dflash_lightning.loss.expected_length import pace_weights, power_mean, unbroken
+from dflash_lightning.loss.base import unbroken
+from dflash_lightning.loss.expected_length import power_mean
+from dflash_lightning.loss.weights import suffix
 from dflash_lightning.types import SlotTotals, StepContext
 
 CTX = StepContext(0, 10, 0)
@@ -223,7 +225,7 @@ PROBS = torch.tensor([0.9, 0.8, 0.5, 0.2]).double()
 def test_weights_are_the_published_ones_and_a_mask_never_inflates_them(
     alpha: float, valid: list[int], weights: tuple[float, ...]
 ) -> None:
-    found = pace_weights(PROBS, torch.tensor(valid).bool(), alpha)
+    found = suffix((1 - alpha) * PROBS + alpha, torch.tensor(valid).bool())
     assert found.tolist() == pytest.approx(weights, abs=6e-4)
 
 
@@ -231,7 +233,7 @@ def test_without_smoothing_the_weight_is_the_derivative_of_the_expected_length()
     logs = PROBS.log().requires_grad_()
     length = logs.exp().cumprod(0).sum()
     (derivative,) = torch.autograd.grad(length, logs)
-    assert torch.allclose(derivative, pace_weights(PROBS, torch.ones(4).bool(), 0.0), atol=1e-12)
+    assert torch.allclose(derivative, suffix(PROBS, torch.ones(4).bool()), atol=1e-12)
 
 
 def paced(table: Any, valid: list[list[int]]) -> Any:
@@ -252,7 +254,7 @@ def test_both_normalisers_give_their_published_value(table: Any, normalize: Any,
 def test_weights_carry_no_gradient_and_invalid_slots_none_at_all(table: Any) -> None:
     made = paced(table, [[1, 0, 1, 1]])
     (gradient,) = torch.autograd.grad(DPace().numerator(made.out, made.layout, None, CTX), made.hidden)
-    weights = pace_weights(PROBS, torch.tensor([1, 0, 1, 1]).bool(), 0.5)
+    weights = suffix(0.5 * PROBS + 0.5, torch.tensor([1, 0, 1, 1]).bool())
     assert torch.allclose(gradient[0, 0, 1:, 0], weights * (PROBS - 1), atol=1e-9)
     assert gradient[0, 0, [0, 2]].abs().max() == 0
 
@@ -264,7 +266,7 @@ def test_settings_make_equal_terms_and_bad_ones_are_refused() -> None:
     assert BlockVerificationLoss().labels == "samples" and DPace().labels == "data"
     for make, words in (
         (lambda: DPace(alpha=2), r"loss\.alpha: 2 is not a share"),
-        (lambda: DPace(normalize="weights"), r"loss\.normalize: 'weights' is unknown. Use 'documents' or 'slots'"),
+        (lambda: DPace(normalize="weights"), r"loss\.normalize: the sum of weight 'label' is not known"),
         (lambda: BlockVerificationLoss(anneal=-1), r"loss\.anneal: -1 is not a share of the training"),
         (lambda: BlockVerificationLoss(temperature=0), r"loss\.temperature: 0 gives no law"),
     ):

@@ -18,12 +18,15 @@ from dflash_lightning.ops.lm_head import (
     KL,
     Argmax,
     Chunk,
+    Detached,
     Entropy,
     LabelLogProb,
     LanguageHead,
     LogitAt,
     Overlap,
+    Renyi,
     Request,
+    SoftLabelLogProb,
     Teacher,
     TeacherLogProb,
     TopK,
@@ -113,6 +116,14 @@ class Case:
         log_p, log_q = self.target(temperature, within=True), self.draft(temperature)
         return (log_q.exp() * (log_q - log_p)).sum(-1) if reverse else (log_p.exp() * (log_p - log_q)).sum(-1)
 
+    def soft_label(self, temperature: float) -> Tensor:
+        return (self.target(temperature, within=True).exp() * self.draft(temperature)).sum(-1)
+
+    def renyi(self, temperature: float) -> Tensor:
+        """The whole p: the sum over the whole vocabulary, where q is 0 outside the draft's."""
+        p, q = self.target(temperature, within=False).exp(), self.draft(temperature).exp()
+        return -2 * (p * q).sqrt().sum(-1).log()
+
     def jsd(self, temperature: float) -> Tensor:
         p, q = self.target(temperature, within=True).exp(), self.draft(temperature).exp()
         mean = (p + q) / 2
@@ -141,6 +152,10 @@ QUESTIONS: dict[str, Pair] = {
     "reverse": lambda c: (KL(c.teacher, reverse=True), c.kl(1.0, reverse=True)),
     "reverse at 0.5": lambda c: (KL(c.teacher, True, 0.5), c.kl(0.5, reverse=True)),
     "jsd": lambda c: (JSD(c.teacher), c.jsd(1.0)),
+    "soft label": lambda c: (SoftLabelLogProb(c.teacher), c.soft_label(1.0)),
+    "soft label at 2": lambda c: (SoftLabelLogProb(c.teacher, 2.0), c.soft_label(2.0)),
+    "renyi": lambda c: (Renyi(c.teacher), c.renyi(1.0)),
+    "renyi at 0.5": lambda c: (Renyi(c.teacher, 0.5), c.renyi(0.5)),
     "logits": lambda c: (LogitAt(c.candidates), c.logit_at()),
 }
 CASES = [({}, False), ({"softcap": 2.5}, True), ({"scale": 1.7, "softcap": 3.0}, False), ({"scale": 0.4}, True)]
@@ -187,6 +202,28 @@ def test_all_questions_in_one_call_share_their_chunks_and_keep_their_gradients()
     assert torch.equal(best, answers[-1][..., 0])
 
 
+def test_a_detached_answer_has_no_gradient_and_takes_the_place_of_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked beside the answer with a gradient, before or after, it is that answer: nothing is computed twice."""
+    made = []
+    value = Overlap.value
+    monkeypatch.setattr(Overlap, "value", lambda self, chunk: made.append(self) or value(self, chunk))
+    case = Case({}, reduced=True)
+    overlap, alone = Overlap(case.teacher), Detached(Overlap(case.teacher))
+    for asked in ([[alone, overlap]], [[overlap], [alone]], [[overlap, alone]]):
+        view = case.view(None)
+        answers = {request: answer for some in asked for request, answer in zip(some, view.ask(*some), strict=True)}
+        assert len(made) == 1 and not answers[alone].requires_grad and answers[overlap].requires_grad
+        assert torch.equal(answers[alone], answers[overlap]) and alone != overlap
+        made.clear()
+    view = case.view(None)
+    view.plan(alone)
+    (answer,) = view.ask(overlap)
+    assert len(made) == 1 and torch.equal(view.ask(alone)[0], answer) and len(made) == 1
+    monkeypatch.setattr(Overlap, "gradient", lambda *given: pytest.fail("a gradient was made that nobody wants"))
+    (found,) = case.view(None).ask(alone)
+    assert torch.equal(found, answer) and not found.requires_grad
+
+
 def test_the_teacher_speaks_from_the_row_before_the_label_over_the_whole_vocabulary() -> None:
     case = Case({"scale": 1.3}, reduced=True)
     (log_p,) = case.view().ask(TeacherLogProb(case.teacher, case.layout.labels, 0.5))
@@ -227,6 +264,7 @@ def example(p: list[float], q: list[float]) -> tuple[View, Teacher, Tensor]:
         (lambda t: KL(t), 0.396058, (-0.4, 0.2, 0.2)),
         (lambda t: KL(t, reverse=True), 0.365274, (-0.292777, 0.072776, 0.220001)),
         (lambda t: JSD(t), 0.091121, None),
+        (lambda t: Renyi(t), 0.195416, (-0.181966, 0.072949, 0.109017)),
         (lambda t: KL(t, temperature=2.0), 0.425221 / 4, None),
         (lambda t: KL(t, reverse=True, temperature=2.0), 0.402114 / 4, None),
     ],

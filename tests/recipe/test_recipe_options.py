@@ -126,6 +126,29 @@ def test_what_is_said_of_a_part_that_was_not_chosen_is_still_a_fault(write: Writ
         checked_text("smoke", ["callbacks=[checkpoint_last]", "callbacks.speculative_eval.limit=3"])
 
 
+def test_a_checkpoint_that_follows_expected_tau_needs_no_decoding(write: Write) -> None:
+    """Without an evaluation it stays, and a checkpoint of the decoded figure goes."""
+    write("rows.jsonl", "{}\n")
+    (write("target/config.json", "{}").parent / "config.json").unlink()
+    given = ["target=./target", "data.train=rows.jsonl"]
+    expected = [*given, "callbacks=[checkpoint,expected_tau]", "callbacks.expected_tau.rows=rows.jsonl"]
+    followed = checked_text("smoke", [*expected, "callbacks.best.monitor=decode/expected_tau"]).callbacks
+    assert set(followed) == {"best", "recent", "expected_tau"} and followed.expected_tau.every_n_steps == 50
+    assert set(checked_text("smoke", expected).callbacks) == {"recent", "expected_tau"}
+    decoded = ["callbacks.speculative_eval.prompts=rows.jsonl", "callbacks.best.monitor=decode/expected_tau"]
+    with pytest.raises(RecipeError, match=r"'decode/expected_tau' is never measured: no callback is an ExpectedTau"):
+        checked_text("smoke", [*given, *decoded])
+
+
+def test_files_of_texts_are_looked_for_before_anything_is_loaded(write: Write) -> None:
+    write("rows.jsonl", "{}\n")
+    given = ["data.train=rows.jsonl", "callbacks=[checkpoint_last,expected_tau]"]
+    with pytest.raises(RecipeError, match=r"callbacks\.expected_tau\.rows: .*none\.jsonl"):
+        checked_text("smoke", [*given, "callbacks.expected_tau.rows=none.jsonl"])
+    with pytest.raises(RecipeError, match=r"callbacks\.expected_tau\.rows\.chat: .*none\.jsonl"):
+        checked_text("smoke", [*given, "callbacks.expected_tau.rows={code: rows.jsonl, chat: none.jsonl}"])
+
+
 def test_another_callback_that_decodes_keeps_the_checkpoints_that_follow_it(write: Write) -> None:
     node = "_target_: dflash_lightning.callbacks.SpeculativeEval, decoding: '${decoding}', prompts: x"
     write("mine.yaml", f"defaults: [smoke, _self_]\ncallbacks: {{speculative_eval: null, mine: {{{node}}}}}\n")

@@ -1,21 +1,19 @@
 """One epoch of a small run, cut into ranks and accumulation as asked; writes every gradient and logged number.
 
-Run by ``test_partition.py`` in one process and, as a script, in two.
+Run by ``test_partition.py`` in one process and in two.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import torch
 from lightning.pytorch import Callback
 
-from dflash_lightning.callbacks import SpeculativeEval
+from dflash_lightning.callbacks import ExpectedTau, SpeculativeEval
 from dflash_lightning.decoding import DecodingSettings
 from dflash_lightning.loss import CrossEntropy
 from dflash_lightning.target import FrozenTarget
@@ -66,6 +64,7 @@ def run(target: FrozenTarget, folder: Path, *, devices: int, accumulate: int, pr
     evaluation = SpeculativeEval(
         prompts, decoding=DecodingSettings(max_new_tokens=8, batch_size=2, compile=False), lossless_prompts=2
     )
+    expected = ExpectedTau(str(path), decoding=DecodingSettings(max_new_tokens=8), every_n_steps=1)
     loss = {"cross_entropy": CrossEntropy(decay=4.0), "blocks": BlockCrossEntropy(decay=None, coefficient=0.3)}
     module = tools.make_module(target, loss=loss)
     trainer = tools.make_trainer(
@@ -73,20 +72,14 @@ def run(target: FrozenTarget, folder: Path, *, devices: int, accumulate: int, pr
         devices=devices,
         strategy="ddp" if devices > 1 else "auto",
         accumulate_grad_batches=accumulate,
-        callbacks=[recorder, evaluation],
+        callbacks=[recorder, evaluation, expected],
     )
     # Ranks also share one cache of features, so what they make of it together is what the target gives on the fly.
     cache = {} if devices == 1 else {"cache_features": "disk", "features_folder": str(folder / "features")}
     trainer.fit(module, datamodule=tools.make_data(target, str(path), packing=False, **cache))
-    return {"gradients": recorder.gradients, "logged": recorder.logged, "decoding": evaluation.history}
-
-
-if __name__ == "__main__":
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    folder, devices, accumulate = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-    model = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float32)
-    frozen = FrozenTarget(model, AutoTokenizer.from_pretrained(folder / "target"), name="tiny-llama")
-    result = run(frozen, folder, devices=devices, accumulate=accumulate, prompts=str(folder / "prompts.jsonl"))
-    if int(os.environ.get("LOCAL_RANK", "0")) == 0:
-        torch.save(result, folder / "result.pt")
+    return {
+        "gradients": recorder.gradients,
+        "logged": recorder.logged,
+        "decoding": evaluation.history,
+        "expected": expected.history,
+    }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from lightning.pytorch import Callback
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from dflash_lightning.callbacks import AppendingCSVLogger
+from dflash_lightning.callbacks.run_log import LAYOUT
 from dflash_lightning.training import log as module_log
 from dflash_lightning.training.log import Throughput, WindowMeans
 
@@ -70,6 +72,13 @@ def test_tensorboard_holds_figures_texts_settings_and_a_layout(place: Any) -> No
     plugins = {tag: content for tag, content in events.summary_metadata.items() if "hparams" in tag}
     assert any(b"optim.lr" in metadata.plugin_data.content for metadata in plugins.values())
     assert any("custom_scalars" in tag for tag in events.Tags()["tensors"])
+    assert next(iter(LAYOUT)) == "decoding", "what a drafter is worth is seen first"
+    curves = [curve for charts in LAYOUT.values() for _, found in charts.values() for curve in found]
+    drawn = {curve for curve in curves if any(re.match(curve, tag) for tag in scalars)}
+    absent = set(curves) - drawn  # of another callback, and of decoding one prompt at a time
+    assert absent <= {"decode/speedup", "decode/expected_tau", "decode/expected_acceptance/slot_.*"}
+    nowhere = {tag for tag in scalars if not any(re.match(curve, tag) for curve in curves)}
+    assert nowhere <= {"decode/s_per_token", "train/accuracy", "epoch"}
     settings = (logs / "hparams.yaml").read_text()
     assert "optim.lr: 0.002" in settings and "block.block_size: 4" in settings
 

@@ -27,7 +27,7 @@ Domain = Literal["code", "arithmetic", "chat"]
 Split = Literal["train", "validation", "test"]
 DOMAINS: tuple[Domain, ...] = ("code", "arithmetic", "chat")
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
-PER_DOMAIN: dict[Split, int] = {"train": 1000, "validation": 16, "test": 40}
+PER_DOMAIN: dict[Split, int] = {"train": 500, "validation": 16, "test": 40}
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from dflash_lightning.component import Component
+from dflash_lightning.decoding.law import Law
 from dflash_lightning.decoding.sampling import Sampler
 from dflash_lightning.decoding.types import Draft, Drawn, Round, Scores
 
@@ -25,6 +26,15 @@ class DraftBuilder(Component, ABC, axis=True):
     @abstractmethod
     def build(self, roots: Int[Tensor, " B"], scores: Scores, where: Round, sampler: Sampler) -> Draft:
         """The draft of each row. Every row has the same number of nodes; those it does not need are not live."""
+
+    def slot_law(
+        self, logits: Float[Tensor, "B D v"], ids: Int[Tensor, "*slots v"] | None, sampler: Sampler
+    ) -> Law | None:
+        """The law of the draft in each slot of a chain, given the tokens before it; null where drafts are no chain.
+
+        Column ``c`` of ``logits`` stands for token ``ids[..., c]``, or for token ``c``.
+        """
+        return None
 
     def num_nodes(self, num_drafts: int) -> int:
         """Nodes besides the root, where the drafter offers ``num_drafts`` slots; a chain has one per slot."""

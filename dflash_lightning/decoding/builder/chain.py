@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from dflash_lightning.decoding.builder.base import DraftBuilder
 from dflash_lightning.decoding.builder.draft_law import draft_law, token_ids
 from dflash_lightning.decoding.builder.steps import follow
-from dflash_lightning.decoding.law import Law, first_argmax
+from dflash_lightning.decoding.law import Law, first_argmax, greedy_law
 from dflash_lightning.decoding.noise import Noise, Stream
 from dflash_lightning.decoding.sampling import Sampler
 from dflash_lightning.decoding.types import Draft, Round, Scores
@@ -27,6 +27,13 @@ class BestChain(DraftBuilder):
         else:
             drafts, signals = follow(roots, scores, lambda step, depth: best_tokens(step))
         return Draft(torch.cat([roots[:, None], drafts], dim=1), self.drawn, signals=signals)
+
+    def slot_law(
+        self, logits: Float[Tensor, "B D v"], ids: Int[Tensor, "*slots v"] | None, sampler: Sampler
+    ) -> Law | None:
+        best = greedy_law(logits)
+        assert best.ids is not None
+        return Law(best.mass, token_ids(best.ids, ids))
 
 
 class SampledChain(DraftBuilder):
@@ -53,6 +60,11 @@ class SampledChain(DraftBuilder):
             drafts, signals = follow(roots, scores, lambda step, depth: draw(step, slots[:, depth, None]))
         law = laws[0] if len(laws) == 1 else Law.joined(laws)
         return Draft(torch.cat([roots[:, None], drafts], dim=1), self.drawn, law=law, signals=signals)
+
+    def slot_law(
+        self, logits: Float[Tensor, "B D v"], ids: Int[Tensor, "*slots v"] | None, sampler: Sampler
+    ) -> Law | None:
+        return draft_law(logits, ids, sampler)
 
 
 def best_tokens(scores: Scores) -> Int[Tensor, "B n"]:

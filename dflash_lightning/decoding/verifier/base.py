@@ -1,8 +1,9 @@
-"""What every verifier is: the judge of which drafts stand."""
+"""Contract of verifiers: they decide which drafts are accepted."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import ClassVar
 
 from jaxtyping import Float
@@ -23,7 +24,21 @@ class Verifier(Component, ABC, axis=True):
     judges: ClassVar[frozenset[Drawn]]
     trees: ClassVar[bool] = False
     repeatable: ClassVar[bool] = False
+    former: ClassVar[Mapping[str, str]] = {
+        "drawn": "judges is the set of all kinds of drafts that it judges",
+        "__init__.sampler": "verify is given it",
+    }
 
     @abstractmethod
     def verify(self, draft: Draft, logits: Float[Tensor, "B N V"], where: Round, sampler: Sampler) -> Verdict:
         """The verdict for each row; rows that have ended get one too."""
+
+    def stands(
+        self, target: Float[Tensor, "*slots"], drafted: Float[Tensor, "*slots"]
+    ) -> Float[Tensor, "*slots"] | None:
+        """The chance that a slot's draft is the token with which the text goes on, and stands.
+
+        Given that the drafts before it stand. ``target`` and ``drafted`` [*slots] are what the target's law and that of
+        the draft give to this token. Null where it depends on other slots, too.
+        """
+        return None

@@ -1,0 +1,140 @@
+"""What a slot of a block is worth, given how the drafter does now. No weight carries a gradient.
+
+Everywhere ``counted`` marks the slots that a loss counts. A slot that is not counted is a hole: it weighs 0, it stops
+no chain of products, and it is never a failure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from dflash_lightning.loss.base import slot_weights, taught
+from dflash_lightning.ops.lm_head import Argmax, Detached, LabelLogProb, Overlap, Request, Teacher, TeacherLogProb
+from dflash_lightning.schedule import decay_weights
+from dflash_lightning.types import BlockLayout
+
+
+def suffix(chances: Float[Tensor, "*blocks K"], counted: Bool[Tensor, "*blocks K"]) -> Float[Tensor, "*blocks K"]:
+    """``W_k``: the sum over counted slots ``j >= k`` of the product of ``chances`` up to ``j``.
+
+    It is the derivative of ``sum_j prod_{i <= j} chances_i``, the expected length, with respect to ``log chances_k``.
+    """
+    reached = torch.where(counted, torch.where(counted, chances, 1.0).cumprod(-1), 0.0)
+    return torch.where(counted, reached.flip(-1).cumsum(-1).flip(-1), 0.0)
+
+
+def first_failure(ok: Bool[Tensor, "*blocks K"], counted: Bool[Tensor, "*blocks K"]) -> Int[Tensor, "*blocks 1"]:
+    """Index of the first counted slot that is not ``ok``; ``K`` where there is none."""
+    slots = torch.arange(ok.shape[-1], device=ok.device)
+    return torch.where(counted & ~ok, slots, ok.shape[-1]).amin(-1, keepdim=True)
+
+
+@dataclass(frozen=True)
+class Block:
+    """What losses and weights of slots are made from: a layout [B N K], its labels, and the teacher if there is one.
+
+    ``target_labels`` says whose tokens are the labels: the target's likeliest ones, or the data's own.
+    """
+
+    layout: BlockLayout
+    teacher: Teacher | None
+    target_labels: bool
+    temperature: float
+
+    @property
+    def law(self) -> Teacher:
+        """The teacher, which must be there."""
+        return taught(self.teacher)
+
+    @property
+    def labels(self) -> Int[Tensor, "B N K"]:
+        """The token that each slot is taught."""
+        return self.law.labels() if self.target_labels else self.layout.labels
+
+    @property
+    def order(self) -> Int[Tensor, "B N K"]:
+        """The place of each slot among the predicting ones of its block, from 0; valid or not."""
+        return (self.layout.predicts.cumsum(-1) - 1).clamp(min=0)
+
+
+Weigh = Callable[..., Float[Tensor, "B N K"]]
+
+
+@dataclass(frozen=True)
+class Weight:
+    """How slots are weighed: what is asked of the view, and the weights [B N K] made of the answers.
+
+    ``weigh(answers, block, counted, alpha, decay)``. ``reads`` says what of the target is read: its whole law, its
+    likeliest tokens, or nothing. ``smoothed`` weights have an ``alpha``, ``decays`` ones a ``decay``.
+    """
+
+    ask: Callable[[Block], Sequence[Request]]
+    weigh: Weigh
+    reads: str = "nothing"
+    smoothed: bool = False
+    decays: bool = False
+
+
+def _smooth(chances: Tensor, counted: Tensor, alpha: float) -> Tensor:
+    return suffix((1.0 - alpha) * chances + alpha, counted)
+
+
+def _until_failure(ok: Tensor, block: Block, counted: Tensor, decay: float | None) -> Tensor:
+    slots = torch.arange(ok.shape[-1], device=ok.device)
+    kept = (slots <= first_failure(ok, counted)).to(torch.float32)
+    return kept * slot_weights(block.layout.predicts, decay)
+
+
+def _after_failure(ok: Tensor, block: Block, counted: Tensor, decay: float | None) -> Tensor:
+    size, order = ok.shape[-1], block.order
+    failed = first_failure(ok, counted)
+    place = torch.where(failed < size, order.gather(-1, failed.clamp(max=size - 1)), size)
+    return decay_weights(size, decay, device=ok.device)[(order - place).clamp(min=0)]
+
+
+def _reached(chances: Tensor, counted: Tensor) -> Tensor:
+    reached = torch.where(counted, chances, 1.0).cumprod(-1)
+    return torch.nn.functional.pad(reached[..., :-1], (1, 0), value=1.0)
+
+
+WEIGHTS: dict[str, Weight] = {
+    # exp(-j / decay) by place alone (DFlash).
+    "decay": Weight(lambda b: (), lambda _, b, m, alpha, decay: slot_weights(b.layout.predicts, decay), decays=True),
+    # The worth of a slot for the expected length, by the chance of its label (D-PACE; alpha 0: EAL).
+    "label": Weight(
+        lambda b: (Detached(LabelLogProb(b.labels, b.temperature)),),
+        lambda found, b, m, alpha, decay: _smooth(found[0].exp(), m, alpha),
+        smoothed=True,
+    ),
+    # The same by the chance of acceptance (D-PARD, DPALA; alpha 0: WTV).
+    "overlap": Weight(
+        lambda b: (Detached(Overlap(b.law, temperature=b.temperature)),),
+        lambda found, b, m, alpha, decay: _smooth(found[0], m, alpha),
+        reads="law",
+        smoothed=True,
+    ),
+    # Nothing behind the first slot whose likeliest token is not its label (Spec-AUF).
+    "auf": Weight(
+        lambda b: (Argmax(),),
+        lambda found, b, m, alpha, decay: _until_failure(found[0] == b.labels, b, m, decay),
+        decays=True,
+    ),
+    # The decay starts at the first slot whose likeliest token is not the target's (VAT).
+    "vat": Weight(
+        lambda b: (Argmax(),),
+        lambda found, b, m, alpha, decay: _after_failure(found[0] == b.law.labels(), b, m, decay),
+        reads="tokens",
+        decays=True,
+    ),
+    # The chance that the target itself would have written the labels before the slot (PARD-2).
+    "target": Weight(
+        lambda b: (TeacherLogProb(b.law, b.labels, b.temperature),),
+        lambda found, b, m, alpha, decay: _reached(found[0].exp(), m),
+        reads="law",
+    ),
+}
