@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from jaxtyping import TypeCheckError
+from omegaconf import OmegaConf
 from torch import Tensor
 
 from dflash_lightning.block import count_slots
@@ -18,6 +19,8 @@ from dflash_lightning.loss import ConfidenceLoss, CrossEntropy, DPace, LossTerm,
 from dflash_lightning.loss.base import blocks_of_document
 from dflash_lightning.loss.weights import first_failure, suffix
 from dflash_lightning.ops.lm_head import HeadOutput, LanguageHead, Teacher, View
+from dflash_lightning.recipe import load_recipe
+from dflash_lightning.recipe.make import make
 from dflash_lightning.types import FeatureSpec, SlotTotals, StepContext
 
 CTX = StepContext(0, 1, 0)
@@ -480,3 +483,25 @@ def test_settings_that_do_not_go_together_are_refused(settings: dict[str, Any], 
     with pytest.raises((ValueError, TypeCheckError)) as caught:  # the shape hook, where it is on, knows allowed words
         WeightedLoss(**settings)
     assert isinstance(caught.value, TypeCheckError) or re.match(words, str(caught.value))
+
+
+# -- the recipes ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("recipe", "want"),
+    [
+        ("auf", {"auf": 0.481589}),
+        ("vat", {"vat": 4.060225 / 5, "vat_soft": 4.576306 / 5}),
+        ("d_pard", {"d_pard": 0.526667}),  # one block, one document
+        ("dpala", {"dpala": 1.857600 / 5}),
+        ("lk_alpha", {"lk_alpha": 0.212110}),
+        ("pard2", {"pard2": 0.1 * 2.083671 / 5, "pard2_kl": 0.254248 / 5}),
+    ],
+)
+def test_a_recipe_has_the_terms_of_its_worked_example(made: Any, recipe: str, want: dict[str, float]) -> None:
+    """Coefficient times share on the example, with decay 7; hand sums of its table where no sheet has the number."""
+    stated = OmegaConf.to_container(load_recipe(recipe, ["target=qwen3_8b"]).loss, resolve=True)
+    terms = {name: make(node) for name, node in stated.items() if name in want}
+    found = {name: term.coefficient * value(term, made()) for name, term in terms.items()}
+    assert found == pytest.approx(want, abs=1e-6)
