@@ -111,6 +111,7 @@ def check_strategies(builder: DraftBuilder, verifier: Verifier, policy: WidthPol
         )
 
 
+@runtime_checkable
 class Speaker(Protocol):
     """What offers signals: a head, or a proposer that drafts with one."""
 
