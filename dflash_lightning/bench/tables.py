@@ -54,7 +54,7 @@ def _difference(method: dict[str, Any], decoding: str, baseline: str) -> str:
     found = method["paired"].get(decoding)
     if found is None:
         return "" if method["name"] == baseline else _NONE
-    return f"{found['mean']:+.3f} ({_number(found['low'], '+.3f')} to {_number(found['high'], '+.3f')})"
+    return f"{_number(found['mean'], '+.3f')} ({_number(found['low'], '+.3f')} to {_number(found['high'], '+.3f')})"
 
 
 def _domain_rows(methods: list[dict[str, Any]], decoding: str) -> list[list[str]]:

@@ -258,11 +258,12 @@ def test_names_leave_out_what_all_have_in_common(make_run: MakeRun, tmp_path: Pa
 
 def test_tau_expected_without_decoding_is_held_against_the_decoded_one(make_run: MakeRun, tmp_path: Path) -> None:
     for seed, expected in ((1, 2.0), (2, 2.4), (3, 2.2)):
-        told = {"expected_tau": {"greedy": {"all": expected, "code": 1.0}}}
+        told = {"expected_tau": {"greedy": {"all": expected, "code": None}}}
         make_run("bench/dflash", seed, measured=told)
     found = _found(tmp_path / "runs")
     assert found["rank_correlation"] == {"greedy": {"rho": pytest.approx(0.5), "n": 3}}
     assert found["methods"][0]["expected_tau"]["greedy"]["all"]["mean"] == pytest.approx(2.2)
+    assert list(found["methods"][0]["expected_tau"]["greedy"]) == ["all"]
     assert "rank correlation with the decoded tau 0.500 over 3 runs" in render(found)
 
 
@@ -273,12 +274,13 @@ def test_speeds_of_different_numbers_of_threads_are_called_doubtful(make_run: Ma
 
 
 def test_answers_without_a_round_do_not_break_the_tables(make_run: MakeRun, tmp_path: Path) -> None:
-    place = make_run("bench/dflash", 1)
-    measured = json.loads((place / "measured.json").read_text())
-    for row in measured["prompts"]:
-        row |= {"rounds": 0, "committed": 0, "accepted_by_slot": [0, 0], "drafted_by_slot": [0, 0]}
-    measured["speed"][0] |= {"tokens_per_s": None}
-    (place / "measured.json").write_text(json.dumps(measured))
-    found = _found(place)
+    for name, seed in (("bench/dflash", 1), ("bench/dflash", 2), ("bench/dspark", 1)):
+        place = make_run(name, seed)
+        measured = json.loads((place / "measured.json").read_text())
+        for row in measured["prompts"]:
+            row |= {"rounds": 0, "committed": 0, "accepted_by_slot": [0, 0], "drafted_by_slot": [0, 0]}
+        measured["speed"][0] |= {"tokens_per_s": None}
+        (place / "measured.json").write_text(json.dumps(measured))
+    found = _found(tmp_path / "runs")
     assert math.isnan(found["methods"][0]["tau"]["greedy"]["all"]["mean"])
     assert "NaN" not in render(found) and "nan" not in render(found)
