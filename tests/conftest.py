@@ -330,10 +330,13 @@ def blank_pictures() -> Iterator[None]:
 
 
 class Forked:
-    """``work()`` in a copy of this process, which has imported everything already; its output goes to a file."""
+    """``work()`` in a copy of this process, which has imported everything already.
+
+    What it prints goes to the file ``output``, and what it complains of to a file beside that (``errors``).
+    """
 
     def __init__(self, work: Callable[[], object], output: Path, environment: dict[str, str] | None = None) -> None:
-        self.output = output
+        self.output, self.errors = output, output.with_suffix(".err")
         self.status: int | None = None
         self.pid = os.fork()
         if self.pid == 0:
@@ -342,10 +345,10 @@ class Forked:
     def _work(self, work: Callable[[], object], environment: dict[str, str]) -> NoReturn:
         status = 1
         try:
-            file = os.open(self.output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-            os.dup2(file, 1)
-            os.dup2(file, 2)
-            sys.stdout = sys.stderr = os.fdopen(1, "w", buffering=1)  # pytest keeps what went to the old ones
+            for number, path in ((1, self.output), (2, self.errors)):
+                os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+            # pytest keeps what goes to its own.
+            sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
             os.environ.update(environment)
             rank_zero_only.rank = int(environment.get("RANK", "0"))  # Lightning has read it when it was imported
             torch.set_num_threads(1)
@@ -355,7 +358,12 @@ class Forked:
             traceback.print_exc()
         finally:
             sys.stdout.flush()
+            sys.stderr.flush()
             os._exit(status)
+
+    def said(self) -> tuple[str, str]:
+        """What it has printed, and what it has complained of."""
+        return self.output.read_text(), self.errors.read_text()
 
     def poll(self) -> int | None:
         """The exit status, or null while it runs."""
@@ -378,13 +386,13 @@ def fork() -> Callable[..., Forked]:
 
 
 @pytest.fixture(scope="session")
-def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Callable[[], object]], list[str]]:
+def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Callable[[], object]], list[tuple[str, str]]]:
     """``run_ranks(work)``: ``work()`` in two processes that find in their environment what torchrun puts there.
 
-    Returns what each of them printed; fails with it unless both end well.
+    Returns what each of them printed and complained of; fails with it unless both end well.
     """
 
-    def run(work: Callable[[], object]) -> list[str]:
+    def run(work: Callable[[], object]) -> list[tuple[str, str]]:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -398,13 +406,12 @@ def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Callable[[]
         end = time.monotonic() + 300.0
         try:
             while any(rank.poll() is None for rank in ranks) and not any(rank.poll() for rank in ranks):
-                assert time.monotonic() < end, [rank.output.read_text()[-3000:] for rank in ranks]
+                assert time.monotonic() < end, [rank.said() for rank in ranks]
                 time.sleep(0.02)
         finally:
             for rank in ranks:
                 rank.kill()
-        printed = [rank.output.read_text() for rank in ranks]
-        assert [rank.status for rank in ranks] == [0, 0], [text[-3000:] for text in printed]
-        return printed
+        assert [rank.status for rank in ranks] == [0, 0], [rank.said() for rank in ranks]
+        return [rank.said() for rank in ranks]
 
     return run
