@@ -142,6 +142,7 @@ def _expected(
         if (reason := why_not(draft.model, decoding)) is not None:
             print(f"no expected tau, {name}: {reason}")
             continue
+        print(f"expected tau, {name}: from the texts of measure.expected.{name} ...", flush=True)
         kwargs, where = draft.model.config.chat_template_kwargs, f"measure.expected.{name}"
         found = expected_tau(target, draft.model, rows, decoding, chat_template_kwargs=kwargs, setting=where)
         told[name] = {domain: rounds.tau for domain, rounds in found.items()}
