@@ -32,6 +32,7 @@ MEASURED = [
     "measure.speed.prompts=1",
     "~measure.prompts.arithmetic",
     "measure.expected=null",
+    "measure.limit=null",
     *(f"measure.prompts.{domain}={domain}.jsonl" for domain in DOMAINS),
 ]
 TOY = [
