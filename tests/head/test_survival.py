@@ -7,7 +7,7 @@ import torch
 
 from dflash_lightning.block import Anchored, merge_layouts
 from dflash_lightning.decoding.policy import ConfidencePolicy
-from dflash_lightning.decoding.types import Draft
+from dflash_lightning.decoding.types import Draft, Round
 from dflash_lightning.draft_config import DraftConfig
 from dflash_lightning.head import DraftHead, MarginalHead, SurvivalHead
 from dflash_lightning.loss import ConfidenceLoss, CrossEntropy
@@ -47,9 +47,9 @@ def test_a_policy_cuts_at_the_first_low_chance_and_multiplies_nothing() -> None:
     """Chances .9 .7 .65 .4 of the whole draft: three drafts at .6, where running products would leave two."""
     draft = Draft(torch.zeros(1, 5, dtype=torch.long), "delta")
     draft.signals = {"confidence": torch.tensor([[0.9, 0.7, 0.65, 0.4]])}
-    where = None  # not looked at
-    assert ConfidencePolicy(threshold=0.6).width(draft, where).tolist() == [3]  # type: ignore[arg-type]
-    assert ConfidencePolicy(threshold=0.6, cumulative=True).width(draft, where).tolist() == [2]  # type: ignore[arg-type]
+    where = Round.__new__(Round)  # not looked at
+    assert ConfidencePolicy(threshold=0.6).width(draft, where).tolist() == [3]
+    assert ConfidencePolicy(threshold=0.6, cumulative=True).width(draft, where).tolist() == [2]
 
 
 def test_its_signal_needs_a_loss() -> None:
