@@ -15,7 +15,7 @@ from dflash_lightning.data.batch.exact_resume import ExactResume
 from dflash_lightning.data.batch.loader import PlanSampler, StatefulLoader
 from dflash_lightning.data.batch.of_trainer import accumulation, batch_limit
 from dflash_lightning.data.batch.packing import Planner, PlanSettings
-from dflash_lightning.data.features.cache import DTYPES, FeatureCache, make_in_memory, spec_of_setting
+from dflash_lightning.data.features.cache import DTYPES, FeatureCache, make_in_memory
 from dflash_lightning.data.features.products import with_products
 from dflash_lightning.data.features.ranks import Ranks, make_on_disk
 from dflash_lightning.data.features.shards import FeatureShards
@@ -117,7 +117,6 @@ class DraftData(LightningDataModule):
         self.cache_features = cache_features
         self.cache_dtype = target.dtype if cache_dtype is None else DTYPES[cache_dtype]
         self.feature_products: FeatureProducts = feature_products
-        self.cache_also = spec_of_setting(cache_also, kept=cache_features is not None)
         self.features_folder = features_folder
         self.num_workers = num_workers
         self.strict = strict
@@ -130,7 +129,10 @@ class DraftData(LightningDataModule):
             cache_features=cache_features,
             feature_products=feature_products,
             features_folder=features_folder,
+            cache_also=cache_also,
         )
+        also = cache_also or {}
+        self.cache_also = FeatureSpec(tuple(sorted({*(also.get("layer_ids") or ())})), bool(also.get("last_hidden")))
         for name in ("rows_per_batch", "token_bucket", "block_bucket"):
             if getattr(self, name) < 1:
                 raise SettingError(f"data.{name}", f"{getattr(self, name)} is not a count", "Use 1 or more")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from dflash_lightning.errors import SettingError
 
@@ -18,6 +19,7 @@ def check_data(
     cache_features: str | None,
     feature_products: str | None,
     features_folder: str | None,
+    cache_also: Any,
 ) -> None:
     """Refuse settings that contradict each other (arguments as those of ``DraftData``).
 
@@ -51,3 +53,19 @@ def check_data(
             "applies to features on disk only",
             do="Remove it, or set data.cache_features=disk",
         )
+    if cache_also is not None:
+        _check_cache_also(cache_also, kept=cache_features is not None)
+
+
+def _check_cache_also(also: Any, *, kept: bool) -> None:
+    where, allowed = "data.cache_also", "Name layer_ids (a list of decoder layers) and last_hidden (true or false)"
+    if not kept:
+        do = "Remove it, or set data.cache_features=ram or disk"
+        raise SettingError(where, "applies to features that are kept only", do=do)
+    if not isinstance(also, Mapping):
+        raise SettingError(where, f"{also!r} is no mapping", allowed)
+    if unknown := sorted({*also} - {"layer_ids", "last_hidden"}):
+        raise SettingError(where, f"{unknown} is unknown", allowed)
+    ids, last = also.get("layer_ids") or [], also.get("last_hidden", False)
+    if not all(type(i) is int and i >= 0 for i in ids) or not isinstance(last, bool):
+        raise SettingError(where, f"{dict(also)} is not understood", allowed)
