@@ -40,6 +40,18 @@ def _method(found: dict[str, Any], name: str) -> dict[str, Any]:
     return one
 
 
+def test_a_name_with_odd_characters_breaks_neither_tables_nor_pages(make_run: MakeRun, tmp_path: Path) -> None:
+    make_run("bench/dflash", 1)
+    state = {"asked": {"recipe": "a", "overrides": ["loss.x='<b>|</b>'"]}}
+    make_run("<i>mine", 1, recipe=MARKOV, state=state, folder="mine")
+    page = tmp_path / "page.html"
+    assert main(["compare", str(tmp_path / "runs"), "--html", str(page)]) == 0
+    text = page.read_text(encoding="utf-8")
+    assert "&lt;i&gt;mine" in text and "<i>" not in text and "<b>|" not in text
+    rows = [line for line in render(_found(tmp_path / "runs"), markdown=True).splitlines() if line.startswith("| <i>")]
+    assert rows and all(r"<b>\|</b>" in row and " | " in row for row in rows)
+
+
 def test_figures_are_means_over_seeds_with_paired_differences(two: Path) -> None:
     found = _found(two)
     dflash, dspark = _method(found, "bench/dflash"), _method(found, "bench/dspark")
