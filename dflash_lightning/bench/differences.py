@@ -23,9 +23,7 @@ def differences(recipe: dict[str, Any], other: dict[str, Any]) -> list[str]:
     Both are resolved recipes. Seeds, names and folders of the runs are left out.
     """
     mine, theirs = _comparable(recipe), _comparable(other)
-    return [
-        line for key in sorted(mine.keys() | theirs.keys()) for line in _of(key, mine.get(key), theirs.get(key))
-    ]
+    return [line for key in sorted(mine.keys() | theirs.keys()) for line in _of(key, mine.get(key), theirs.get(key))]
 
 
 def comparable_text(recipe: dict[str, Any]) -> str:
