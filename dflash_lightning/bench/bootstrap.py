@@ -58,10 +58,12 @@ def estimate(values: Sequence[float], *, interval: tuple[float, float] | None = 
     """``mean``, ``spread`` (standard deviation over seeds, null of one), ``low``, ``high`` and ``n``.
 
     Without an ``interval``, ``low`` and ``high`` are the smallest and the largest value. One value that is NaN makes
-    mean and spread NaN: nothing is left out.
+    mean, spread and interval NaN: nothing is left out.
     """
-    low, high = (min(values), max(values)) if interval is None else interval
     mean = sum(values) / len(values)
+    low, high = (min(values), max(values)) if interval is None else interval
+    if math.isnan(mean):
+        low = high = math.nan
     squares = sum((value - mean) ** 2 for value in values)
     spread = math.sqrt(squares / (len(values) - 1)) if len(values) > 1 else None
     return {"mean": mean, "spread": spread, "low": low, "high": high, "n": len(values)}

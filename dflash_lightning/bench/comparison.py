@@ -117,6 +117,8 @@ def _method(
     for decoding in decodings:
         having = [run for run in good if decoding in run.decodings]
         gaps += [f"seed {run.seed}: not decoded with {decoding}" for run in good if run not in having]
+        if len({frozenset(_by_key(run, decoding)) for run in having}) > 1:
+            gaps.append(f"{decoding}: some seeds lack prompts, so tau is over those that all have")
         tau[decoding] = _taus(having, decoding)
         paired[decoding] = None if is_baseline else _paired(having, base, decoding, gaps)
     rows = [row for run in good for row in _rows(run)]

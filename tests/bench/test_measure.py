@@ -282,9 +282,9 @@ def test_a_sweep_trains_and_measures_and_compare_reads_it(
     assert main(["compare", "runs/swept", "--baseline", "smoke head=marginal"]) == 0
     text = capsys.readouterr().out
     assert "smoke head=markov: head: markov instead of marginal" in text and "(!)" not in text
-    # A finished point of a recipe that has changed is no finished point.
-    assert main([*words, "optim.lr=5e-4", "--dry-run"]) == 0
-    assert "done " not in capsys.readouterr().out
+    # A finished point of a recipe that has changed is no finished point, and its folder is not written over.
+    assert main([*words, "optim.lr=5e-4", "--dry-run"]) == 2
+    assert "holds a run of another recipe" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
