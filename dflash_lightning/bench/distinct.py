@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from omegaconf import DictConfig
-
 from dflash_lightning.bench.differences import comparable_text
 from dflash_lightning.bench.method import Method
 from dflash_lightning.bench.plan import Plan
@@ -16,7 +14,7 @@ from dflash_lightning.recipe.tree import plain_tree
 from dflash_lightning.run import RunFolder
 
 
-def check_distinct(recipes: Mapping[Point, DictConfig]) -> None:
+def check_distinct(recipes: Mapping[Point, Any]) -> None:
     """Refuse points that would train the same run twice, or that a comparison would take for one run.
 
     Raises:
@@ -41,7 +39,7 @@ def check_distinct(recipes: Mapping[Point, DictConfig]) -> None:
         raise RecipeError(faults, "the sweep")
 
 
-def check_folder(recipes: Mapping[Point, DictConfig], plan: Plan) -> None:
+def check_folder(recipes: Mapping[Point, Any], plan: Plan) -> None:
     """Refuse a folder that is a file or a run, or holds another run where a point's own would be.
 
     Raises:
@@ -61,7 +59,7 @@ def check_folder(recipes: Mapping[Point, DictConfig], plan: Plan) -> None:
             )
 
 
-def _differing(run: RunFolder, cfg: DictConfig) -> list[str]:
+def _differing(run: RunFolder, cfg: Any) -> list[str]:
     """A damaged run is no reason to stop a sweep: the point's own command says what is wrong."""
     try:
         return run.at_stake(cfg)

@@ -15,7 +15,7 @@ from dflash_lightning.run import RunFolder
 
 MEASURED_FILE = "measured.json"
 VERSION = 1
-_HOLDS = {
+_HOLDS: dict[str, Any] = {
     "drafter_sha256": (str, type(None)),
     "protocol": dict,
     "prompts": list,
@@ -25,7 +25,13 @@ _HOLDS = {
     "identical": dict,
 }
 _MAY_HOLD = ("machine", "expected_tau")  # mappings, or null
-_OF_PROMPT = {"domain": str, "index": int, "decoding": str, "rounds": (int, float), "committed": (int, float)}
+_OF_PROMPT: dict[str, Any] = {
+    "domain": str,
+    "index": int,
+    "decoding": str,
+    "rounds": (int, float),
+    "committed": (int, float),
+}
 
 
 def read_measured(file: Path) -> dict[str, Any]:
