@@ -1,4 +1,8 @@
-"""Whether training and decoding see the same thing."""
+"""Whether training and decoding see the same thing.
+
+A search for faults, not a measure of drafts: it compares the first slot alone, on different texts, with every place of
+a row counted alike. What drafts are worth without decoding is ``ExpectedTau``'s to say.
+"""
 
 from __future__ import annotations
 

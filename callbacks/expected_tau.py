@@ -81,7 +81,7 @@ class ExpectedTau(Callback):
         self.chat_template_kwargs = chat_template_kwargs or {}
         self.prefix = prefix
         self.history: list[dict[str, float]] = []
-        self.seconds = 0.0  # spent here in this process
+        self.seconds, self.cpu_seconds = 0.0, 0.0  # spent here in this process
         self._texts: Texts | None = None
         self._evaluator: AcceptanceEvaluator | None = None
 
@@ -152,7 +152,7 @@ class ExpectedTau(Callback):
         assert isinstance(pl_module, DraftModule) and self._evaluator is not None
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
-        begin = time.monotonic()
+        begin, cpu = time.monotonic(), time.process_time()
         with isolate_rng():
             found = with_total(_reduce(trainer, self._evaluator.by_domain()))
         figures = self._figures(found)
@@ -168,6 +168,7 @@ class ExpectedTau(Callback):
         self._tell(trainer, pl_module, figures)
         seconds = time.monotonic() - begin
         self.seconds += seconds
+        self.cpu_seconds += time.process_time() - cpu
         pl_module.step_log.throughput.leave_out(seconds)
 
     def _figures(self, found: dict[str, ExpectedRounds]) -> dict[str, float]:

@@ -7,25 +7,23 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from dflash_lightning.callbacks.speculative_eval import SpeculativeEval
-
 
 class TrainingCost(Callback):
     """Wall and CPU seconds of the training loop, of this process and all its threads.
 
-    Evaluations are left out, and so is what comes before the first step: reading data, making kept features. The sums
-    stand in the checkpoint. A run that was killed goes on with what the work behind its checkpoint has taken, and what
-    was lost with the process does not count.
+    Callbacks that measure (they have ``seconds`` and ``cpu_seconds``) are left out, and so is what comes before the
+    first step: reading data, making kept features. The sums stand in the checkpoint. A run that was killed goes on with
+    what the work behind its checkpoint has taken, and what was lost with the process does not count.
     """
 
     def __init__(self) -> None:
         self._before = (0.0, 0.0)  # of earlier sessions
         self._begin: tuple[float, float] | None = None  # null while no training goes on
-        self._evaluations: list[SpeculativeEval] = []
+        self._measuring: list[Any] = []  # callbacks that say what they have taken
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        self._evaluations = [callback for callback in callbacks if isinstance(callback, SpeculativeEval)]
+        self._measuring = [callback for callback in callbacks if hasattr(callback, "cpu_seconds")]
         self._begin = self._clock()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -45,8 +43,7 @@ class TrainingCost(Callback):
 
     def _clock(self) -> tuple[float, float]:
         """Seconds that did not go into evaluations, since some moment."""
-        wall = sum(evaluation.seconds for evaluation in self._evaluations)
-        cpu = sum(evaluation.cpu_seconds for evaluation in self._evaluations)
+        wall, cpu = (sum(getattr(c, name) for c in self._measuring) for name in ("seconds", "cpu_seconds"))
         return time.monotonic() - wall, time.process_time() - cpu
 
     def _total(self) -> tuple[float, float]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 
 class SettingError(ValueError):
     """A setting that cannot be used. The message is made of the fields, here and nowhere else.
@@ -15,7 +18,7 @@ class SettingError(ValueError):
 
     def __init__(self, where: str, what: str, allowed: str = "", do: str = "") -> None:
         self.where, self.what, self.allowed, self.do = where, _bare(what), _bare(allowed), _bare(do)
-        super().__init__(f"{where}: {'. '.join(filter(None, (self.what, self.advice)))}.")
+        super().__init__(f"{where}: {ended('. '.join(filter(None, (self.what, self.advice))))}")
 
     @property
     def advice(self) -> str:
@@ -23,5 +26,23 @@ class SettingError(ValueError):
         return ". ".join(sentence for sentence in (self.allowed, self.do) if sentence)
 
 
+def ended(sentences: str) -> str:
+    """With a full stop, but behind a command that is to be copied ("Run: pip install x")."""
+    return sentences if sentences.rpartition(". ")[2].startswith("Run: ") else f"{sentences}."
+
+
 def _bare(sentence: str) -> str:
     return sentence.rstrip().removesuffix(".")
+
+
+def hint_for(name: str, known: Iterable[str]) -> str:
+    """``Did you mean 'lr'? Allowed: ...``"""
+    known = sorted(known)
+    near = get_close_matches(name, known, n=1, cutoff=0.5)
+    guess = f"Did you mean {near[0]!r}? " if near else ""
+    return f"{guess}Allowed: {', '.join(known) if known else 'nothing'}"
+
+
+def close_match(name: str, known: Iterable[str]) -> str | None:
+    """The known name that ``name`` is most likely a slip of the pen for; null where none is near."""
+    return next(iter(get_close_matches(name, sorted(known), n=1)), None)

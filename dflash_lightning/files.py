@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
 
-from dflash_lightning.errors import SettingError
+from dflash_lightning.errors import SettingError, hint_for
 
 PACKAGE_PREFIX = "package://"
 # What a run folder holds; every part that finds a run knows it by these.
@@ -36,7 +36,7 @@ def find_file(path: str | Path, *, setting: str = "data") -> Path:
         return _find_in_package(text, setting)
     file = Path(path).expanduser()
     if not file.is_file():
-        raise ValueError(f"{setting}: {text} is not a file (looked from {Path.cwd()}). Check the path.")
+        raise SettingError(setting, f"{text} is not a file (looked from {Path.cwd()})", do="Check the path")
     return file
 
 
@@ -68,7 +68,8 @@ class DraftOrigin:
         if isinstance(stated, str):
             return cls(stated)
         if unknown := sorted(set(stated) - {"path", "parts", "change"}):
-            raise SettingError(f"init_from.{unknown[0]}", "unknown key", do=_HOW)
+            hint = hint_for(unknown[0], ("path", "parts", "change"))
+            raise SettingError(f"init_from.{unknown[0]}", "unknown key", hint, do=_HOW)
         if not isinstance(stated.get("path"), str):
             raise SettingError("init_from.path", f"{stated.get('path')!r} is no path", do=_HOW)
         parts, change = stated.get("parts"), stated.get("change")
@@ -77,7 +78,7 @@ class DraftOrigin:
                 raise SettingError(f"init_from.{key}", f"{names!r} is no list of names", do=_HOW)
         if strange := [part for part in parts or () if part not in DRAFT_PARTS]:
             raise SettingError(
-                "init_from.parts", f"{strange} are no parts of a drafter", allowed=f"Use some of {list(DRAFT_PARTS)}"
+                "init_from.parts", f"{strange[0]!r} is no part of a drafter", hint_for(strange[0], DRAFT_PARTS)
             )
         if parts is not None and not parts:
             raise SettingError("init_from.parts", "nothing is taken over", do="Name a part, or set init_from=null")
@@ -100,17 +101,17 @@ def find_draft_place(path: str | Path, *, setting: str) -> Path | None:
         owner, _, name = str(path).partition("/")
         if name and "/" not in name and owner not in ("", ".", "..", "~", "runs") and not Path(owner).exists():
             return None
-        raise ValueError(f"{setting}: there is no {path}. {DRAFT_PLACES}")
+        raise SettingError(setting, f"there is no {path}", do=DRAFT_PLACES)
     if (place / RECIPE_FILE).exists():
         for checkpoint in (place / BEST_CHECKPOINT, place / LAST_CHECKPOINT):
             if checkpoint.exists():
                 return checkpoint
-        raise ValueError(
-            f"{setting}: {path} is a run without a checkpoint. Train it: dflash fit {place / RECIPE_FILE}."
+        raise SettingError(
+            setting, f"{path} is a run without a checkpoint", do=f"Train it: dflash fit {place / RECIPE_FILE}"
         )
     if (place / CONFIG_FILE).exists():
         return place
-    raise ValueError(f"{setting}: {path} has neither {RECIPE_FILE} (a run) nor {CONFIG_FILE} (an exported drafter).")
+    raise SettingError(setting, f"{path} has neither {RECIPE_FILE} (a run) nor {CONFIG_FILE} (an exported drafter)")
 
 
 def _find_in_package(text: str, setting: str) -> Path:
@@ -119,17 +120,20 @@ def _find_in_package(text: str, setting: str) -> Path:
     roots = [] if found is None else [Path(root) for root in found.submodule_search_locations or ()]
     if not roots:
         install = _INSTALL.get(package, f"pip install {package.replace('_', '-')}")
-        raise ValueError(
-            f"{setting}: {text} was not found, because the Python package {package!r} is not installed. Run: {install}"
+        raise SettingError(
+            setting,
+            f"{text} was not found, because the Python package {package!r} is not installed",
+            do=f"Run: {install}",
         )
     for root in roots:
         if inside and (root / inside).is_file():
             return root / inside
     suffix, folder = Path(inside).suffix, roots[0] / Path(inside).parent
     there = sorted(entry.name for entry in folder.glob(f"*{suffix}") if entry.is_file())
-    raise ValueError(
-        f"{setting}: {text} was not found: package {package!r} has no file {inside!r}. "
-        f"Files of that kind in its folder: {there}. Write {PACKAGE_PREFIX}<python package>/<path inside it>."
+    raise SettingError(
+        setting,
+        f"{text} was not found: package {package!r} has no file {inside!r}",
+        do=f"Files of that kind in its folder: {there}. Write {PACKAGE_PREFIX}<python package>/<path inside it>",
     )
 
 

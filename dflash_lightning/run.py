@@ -143,9 +143,7 @@ class RunFolder:
                     "Choose another with run_dir=FOLDER."
                 )
             return
-        if not self.last.exists() and not self.finished:
-            return  # it ended before its first checkpoint: nothing to lose
-        if differing := self._differing(cfg, but):
+        if differing := self.at_stake(cfg, but):
             listed = "\n".join(f"    {line}" for line in differing)
             same_data = all(" there, " in line for line in differing)
             own = f"Go on with that recipe: dflash fit {self.path}.\n  Or choose" if same_data else "Choose"
@@ -153,6 +151,11 @@ class RunFolder:
                 f"run_dir: {self.path} holds a run of another recipe:\n{listed}\n"
                 f"  {own} another folder with run_dir=FOLDER, or start anew with --fresh (the earlier run is kept)."
             )
+
+    def at_stake(self, cfg: DictConfig, but: Collection[str] = ()) -> list[str]:
+        """In what a run that is there differs from this recipe; nothing where none is, or none has a checkpoint yet."""
+        has_something = self.recipe.exists() and (self.last.exists() or self.finished)
+        return self._differing(cfg, but) if has_something else []
 
     def is_same_run(self, cfg: DictConfig) -> bool:
         """Whether the folder holds a run of this recipe and of these data."""
@@ -209,6 +212,10 @@ class RunFolder:
         state = self.state
         for name, minutes in zip(_MINUTES, (train, evaluation), strict=True):
             state[name] += minutes
+        self._write_state(state)
+
+    def record(self, state: dict[str, Any]) -> None:
+        """Make ``state`` the content of ``run.json``."""
         self._write_state(state)
 
     def note(self, **facts: Any) -> None:

@@ -187,7 +187,9 @@ def check_drafter(drafter: Drafter, conditioning: Conditioning | None = None) ->
 
 
 def _check_parts(**parts: Any) -> None:
-    module = toy_module(**parts)
+    term = CrossEntropy()
+    term.reads = tuple(parts["head"].signals) if "head" in parts else ()  # as if it trained them
+    module = toy_module(loss={"cross_entropy": term}, **parts)
     batch = toy_batch(module)
     out, _ = module.outputs(batch)
     assert "main" in out.views, f"outputs gives the views {sorted(out.views)}; 'main' is the one that is decoded with"
@@ -218,6 +220,11 @@ def _decoded_log_probs(module: DraftModule, layout: BlockLayout) -> dict[int, Fl
     found = {}
     for number, anchor in enumerate(anchors):
         scores = proposer.propose(ids[anchor, None], Round(torch.zeros(1, dtype=torch.long), lengths, number))
+        first_look = set() if draft.head.signals_in_turn else set(draft.head.signals)
+        assert first_look <= set(scores.signals), (
+            f"open gives the signals {sorted(scores.signals)}, but {sorted(first_look)} are named: give them, or set "
+            "signals_in_turn = True if only step knows them"
+        )
         known = {int(a): labels for a, labels in zip(layout.anchors[0], layout.labels[0], strict=True)}
         found[anchor] = _label_log_probs(scores, ids[anchor], known[anchor], draft.alignment.first_slot)
         if number == 0:

@@ -5,13 +5,22 @@ Tests ask for the *functions* ``make_tiny_model(family)`` and ``make_target(fami
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import socket
+import sys
+import time
+import traceback
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_only
+from matplotlib.figure import Figure
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig as HFConfig
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
@@ -274,3 +283,135 @@ def _process_as_before() -> Iterator[None]:
     os.environ.update(environment)
     os.chdir(folder)
     signal.signal(signal.SIGINT, on_interrupt)
+
+
+@pytest.fixture(scope="session")
+def make_run(
+    tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: PreTrainedTokenizerFast, blank_pictures: None
+) -> Callable[..., Path]:
+    """``make_run(family, rows, *words)``: a folder with a tiny target, data, prompts and the run ``runs/a``.
+
+    ``rows`` are files of eight chats each: how an answer goes on, by file name. ``words`` go behind ``dflash fit``.
+    """
+
+    def make(family: str, rows: dict[str, str], *words: str) -> Path:
+        place = tmp_path_factory.mktemp("run")
+        tiny_model(family).save_pretrained(place / "target")
+        byte_tokenizer.save_pretrained(place / "target")
+        for name, answer in rows.items():
+            chats = [(f"say {i}", answer.format(i=i)) for i in range(8)]
+            messages = [[{"role": "user", "content": a}, {"role": "assistant", "content": b}] for a, b in chats]
+            (place / name).write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in messages))
+        (place / "prompts.jsonl").write_text('{"turns": ["tell me of this"]}\n{"turns": ["and now of that"]}\n')
+        cwd, before = Path.cwd(), dict(os.environ)
+        os.chdir(place)
+        try:
+            assert import_module("dflash_lightning.cli").main(["fit", *words, "run_dir=runs/a"]) == 0
+        finally:
+            os.chdir(cwd)
+            os.environ.clear()
+            os.environ.update(before)
+        return place
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def blank_pictures() -> Iterator[None]:
+    """The pictures of an evaluation are blank: drawing them takes a quarter of a small run."""
+    evaluation = import_module("dflash_lightning.callbacks.speculative_eval")  # here: many tests need no Lightning
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("histogram_figure", "acceptance_figure"):
+            patch.setattr(evaluation, name, lambda stats: Figure(figsize=(0.1, 0.1)))
+        yield
+
+
+# -- processes --------------------------------------------------------------------------------------------------------
+
+
+class Forked:
+    """``work()`` in a copy of this process, which has imported everything already.
+
+    What it prints goes to the file ``output``, and what it complains of to a file beside that (``errors``).
+    """
+
+    def __init__(self, work: Callable[[], object], output: Path, environment: dict[str, str] | None = None) -> None:
+        self.output, self.errors = output, output.with_suffix(".err")
+        self.status: int | None = None
+        self.pid = os.fork()
+        if self.pid == 0:
+            self._work(work, environment or {})
+
+    def _work(self, work: Callable[[], object], environment: dict[str, str]) -> NoReturn:
+        status = 1
+        try:
+            for number, path in ((1, self.output), (2, self.errors)):
+                os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+            # pytest keeps what goes to its own.
+            sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
+            os.environ.update(environment)
+            rank_zero_only.rank = int(environment.get("RANK", "0"))  # Lightning has read it when it was imported
+            torch.set_num_threads(1)
+            work()
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+
+    def said(self) -> tuple[str, str]:
+        """What it has printed, and what it has complained of."""
+        return self.output.read_text(), self.errors.read_text()
+
+    def poll(self) -> int | None:
+        """The exit status, or null while it runs."""
+        if self.status is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.status = os.waitstatus_to_exitcode(status) if pid else None
+        return self.status
+
+    def kill(self) -> None:
+        """End it at once, if it still runs, and wait for that."""
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+            self.status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+@pytest.fixture(scope="session")
+def fork() -> Callable[..., Forked]:
+    """``fork(work, output)``: see ``Forked``."""
+    return Forked
+
+
+@pytest.fixture(scope="session")
+def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Callable[[], object]], list[tuple[str, str]]]:
+    """``run_ranks(work)``: ``work()`` in two processes that find in their environment what torchrun puts there.
+
+    Returns what each of them printed and complained of; fails with it unless both end well.
+    """
+
+    def run(work: Callable[[], object]) -> list[tuple[str, str]]:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": str(port)}
+        shared |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "OMP_NUM_THREADS": "1"}
+        folder = tmp_path_factory.mktemp("ranks")
+        ranks = [
+            Forked(work, folder / f"{rank}.txt", {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+            for rank in range(2)
+        ]
+        end = time.monotonic() + 300.0
+        try:
+            while any(rank.poll() is None for rank in ranks) and not any(rank.poll() for rank in ranks):
+                assert time.monotonic() < end, [rank.said() for rank in ranks]
+                time.sleep(0.02)
+        finally:
+            for rank in ranks:
+                rank.kill()
+        assert [rank.status for rank in ranks] == [0, 0], [rank.said() for rank in ranks]
+        return [rank.said() for rank in ranks]
+
+    return run

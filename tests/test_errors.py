@@ -20,6 +20,7 @@ from dflash_lightning.recipe.faults import fault_of
         (("a.b", "0 is no count.", "", "Change c."), "a.b: 0 is no count. Change c."),
         (("a.b", "0", "Use 1", "Or change c"), "a.b: 0. Use 1. Or change c."),
         (("a.b", "it is damaged"), "a.b: it is damaged."),
+        (("a.b", "it lacks c", "", "Run: pip install c"), "a.b: it lacks c. Run: pip install c"),
     ],
 )
 def test_the_message_is_made_of_the_fields(fields: tuple[str, ...], message: str) -> None:
@@ -43,8 +44,10 @@ def test_other_errors_are_read_as_sentences() -> None:
     assert (plain.where, plain.what, plain.do) == ("head", "something is wrong", "Change it")
 
 
-KEY = re.compile(r"(block|conditioning|drafter|head|loss|decoding|optim|trainer|init_from|draft_vocabulary)(\.|: )")
-PARTS = ("block", "conditioning", "drafter", "head", "loss", "decoding", "training", "model")
+KEY = re.compile(
+    r"(block|conditioning|drafter|head|loss|decoding|optim|trainer|init_from|draft_vocabulary|target|data|draft)(\.|: )"
+)
+PARTS = ("block", "conditioning", "drafter", "head", "loss", "decoding", "training", "model", "target", "data")
 
 
 def test_what_is_wrong_with_a_setting_is_said_in_fields_and_not_in_a_sentence() -> None:

@@ -12,6 +12,8 @@ from lightning.pytorch import Trainer
 from dflash_lightning.cli import main
 from dflash_lightning.data import DraftData
 
+OWN = "_target_: dflash_lightning.decoding.DecodingSettings"
+
 
 def test_faults_go_to_standard_error_and_the_tree_is_still_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", "smoke", "optim.lrr=1", "loss=nope"]) == 2
@@ -85,3 +87,32 @@ def test_nearly_every_setting_of_our_own_parts_says_what_it_does(lines: dict[str
     silent = [key for key, line in ours.items() if line.count("; ") < 2 and key not in own]
     assert len(ours) > 50
     assert silent == []
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["head=markov", "head.rank=0"], "head.rank: 0 knows nothing of a token"),
+        (
+            ["decoding.policy={_target_: dflash_lightning.decoding.policy.ConfidencePolicy, threshold: 3}"],
+            "decoding.policy.threshold: 3.0 is no probability",
+        ),
+        (["decoding=sampled_tree", "decoding.temperature=0"], "SampledTree draws the children of a node"),
+        (["data.features_folder=x"], "data.features_folder: applies to features on disk only"),
+        (["data.feature_products=auto"], "data.feature_products: applies to features that are kept only"),
+        (["data.row_tokens=9"], "data.row_tokens: a row of 9 cannot hold a document of data.max_length="),
+        (["init_from={path: Makefile, change: [block_sise]}"], "Did you mean 'block_size'?"),
+        (["init_from={path: Makefile, parts: [haed]}"], "'haed' is no part of a drafter. Did you mean 'head'?"),
+        (["init_from={path: Makefile, change: [block_size], part: [head]}"], "init_from.part: unknown key. Did you me"),
+        (
+            ["~callbacks.speculative_eval.decoding", "+callbacks.speculative_eval.decoding={" + OWN + ", top_k: 3}"],
+            "callbacks.speculative_eval.decoding.top_k: 3 would be ignored at temperature 0",
+        ),
+    ],
+)
+def test_what_a_class_refuses_is_shown_too(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing but ``fit`` said so before, and of data settings only once the target was loaded."""
+    assert main(["show", "smoke", *words]) == 2
+    shown = capsys.readouterr()
+    assert told in shown.err and "1 fault in" in shown.err, shown.err
+    assert yaml.safe_load(shown.out)["name"] == "smoke"

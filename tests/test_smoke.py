@@ -13,7 +13,7 @@ import torch
 from dflash_lightning.cli import main
 from dflash_lightning.commands import smoke as smoke_command
 from dflash_lightning.commands import smoke_law
-from dflash_lightning.commands.smoke import chosen, try_recipe
+from dflash_lightning.commands.smoke import _line, chosen, try_recipe
 from dflash_lightning.commands.smoke_law import p_value
 from dflash_lightning.commands.smoke_stages import Trial
 from dflash_lightning.commands.smoke_toy import ToyWorld
@@ -25,7 +25,7 @@ from dflash_lightning.recipe.folders import recipe_names
 # A loss of one's own, that a test puts a fault into.
 LOSS = """
 import torch
-from dflash_lightning.loss.cross_entropy import CrossEntropy
+from dflash_lightning.loss.weighted import CrossEntropy
 
 
 class Own(CrossEntropy):
@@ -103,6 +103,14 @@ def test_a_shipped_recipe_passes_every_stage_and_leaves_nothing(one_world, capsy
     assert set(entry["refused"]) == {"hf", "zlab", "sglang", "vllm"}  # it knows a part of the vocabulary
     assert [path.name for path in tmp_path.iterdir()] == ["scratch"] and not list((tmp_path / "scratch").iterdir())
     assert torch.equal(state, torch.get_rng_state())
+
+
+def test_a_refusal_is_not_cut_within_a_word() -> None:
+    entry = {"passed": True, "recipe": "r", "seconds": 1.0, "tau": 1.0, "sampled_tau": 1.0}
+    reason = "cannot hold a drafter whose layers read another layer of the target each, which no such file can state"
+    line = _line({**entry, "refused": {"hf": reason, "vllm": "cannot hold this"}}, 3)
+    assert "refused: hf (cannot hold a drafter whose layers read another layer of the target each, ...)" in line
+    assert line.endswith("vllm (cannot hold this)")
 
 
 def test_a_class_that_fails_is_named_with_its_stage(one_world, own_recipe, capsys) -> None:

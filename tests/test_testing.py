@@ -16,7 +16,7 @@ from dflash_lightning.decoding.policy import WidthPolicy
 from dflash_lightning.decoding.types import Verdict
 from dflash_lightning.decoding.verifier import MatchVerifier, Verifier
 from dflash_lightning.drafter import Drafter
-from dflash_lightning.head import DraftHead, MarginalHead
+from dflash_lightning.head import DraftHead, HeadOutput, MarginalHead
 from dflash_lightning.loss import CrossEntropy, LossTerm
 from dflash_lightning.ops.lm_head import LabelLogProb
 
@@ -66,6 +66,19 @@ class _OtherWhenDecoding(MarginalHead):
 
     def open(self, hidden, roots, lm):
         return super().open(1.1 * hidden, roots, lm)
+
+
+class _SilentWhenDecoding(MarginalHead):
+    """Offers a signal in training only."""
+
+    name = "silent_when_decoding_of_test_testing"
+    signals = ("tide",)
+
+    def outputs(self, hidden, layout, lm):
+        return HeadOutput(super().outputs(hidden, layout, lm).views, {"tide": hidden.mean(-1)})
+
+    def open(self, hidden, roots, lm):
+        return super().open(hidden, roots, lm)
 
 
 class _ForgetsTheTarget(KVInjection):
@@ -118,6 +131,7 @@ class _TakesAll(MatchVerifier):
     [
         ("loss", _MeanOfAll, "slots that are not valid change the term"),
         ("loss", _ConstantLoss, "no gradient"),
+        ("head", _SilentWhenDecoding, r"open gives the signals \[\], but \['tide'\] are named"),
         ("head", _OtherWhenDecoding, "the block at 6 is decoded with another law than it is trained with"),
         ("conditioning", _ForgetsTheTarget, "the block at 6 is decoded with another law"),
         ("block", partial(_RandomBlocks, num_anchors=4), "differ from call to call"),

@@ -2,7 +2,7 @@
 
 from dflash_lightning.acceptance.evaluator import AcceptanceEvaluator
 from dflash_lightning.acceptance.figures import ExpectedRounds, ResponseRounds
-from dflash_lightning.acceptance.tau import expected_tau, with_total
+from dflash_lightning.acceptance.tau import expected_tau, why_not, with_total
 from dflash_lightning.acceptance.texts import Texts, foreign_warning, read_texts
 
 __all__ = [
@@ -13,5 +13,6 @@ __all__ = [
     "expected_tau",
     "foreign_warning",
     "read_texts",
+    "why_not",
     "with_total",
 ]

@@ -57,10 +57,11 @@ def read_texts(
     longest = target.facts.max_positions
     longest = longest if max_length is None else min(max_length, longest)
     processing = Processing(longest, "right", supervise, chat_template_kwargs or {}, seed=0)
-    if not isinstance(rows, str) and ALONE in rows:
+    files = {ALONE: rows} if isinstance(rows, str) else rows
+    if ALONE in files and len(files) > 1:
         raise SettingError(setting, f"{ALONE!r} names all domains together", do="Give this domain another name")
     texts = Texts({})
-    for domain, file in ({ALONE: rows} if isinstance(rows, str) else rows).items():
+    for domain, file in files.items():
         where = setting if isinstance(rows, str) else f"{setting}.{domain}"
         maker = processing.maker(target.text)
         (source,) = make_sources(file, limit=limit, setting=where)

@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from statistics import mean, stdev
 from typing import Any
 
 import torch
@@ -58,11 +57,16 @@ def difference_estimate(counts: Counts, baseline: Counts, domains: Sequence[str]
 def estimate(values: Sequence[float], *, interval: tuple[float, float] | None = None) -> dict[str, Any]:
     """``mean``, ``spread`` (standard deviation over seeds, null of one), ``low``, ``high`` and ``n``.
 
-    Without an ``interval``, ``low`` and ``high`` are the smallest and the largest value.
+    Without an ``interval``, ``low`` and ``high`` are the smallest and the largest value. One value that is NaN makes
+    mean, spread and interval NaN: nothing is left out.
     """
+    mean = sum(values) / len(values)
     low, high = (min(values), max(values)) if interval is None else interval
-    spread = stdev(values) if len(values) > 1 else None
-    return {"mean": mean(values), "spread": spread, "low": low, "high": high, "n": len(values)}
+    if math.isnan(mean):
+        low = high = math.nan
+    squares = sum((value - mean) ** 2 for value in values)
+    spread = math.sqrt(squares / (len(values) - 1)) if len(values) > 1 else None
+    return {"mean": mean, "spread": spread, "low": low, "high": high, "n": len(values)}
 
 
 def _drawn(counts: Counts, domains: Sequence[str]) -> Float[Tensor, " B"]:

@@ -117,6 +117,8 @@ def _method(
     for decoding in decodings:
         having = [run for run in good if decoding in run.decodings]
         gaps += [f"seed {run.seed}: not decoded with {decoding}" for run in good if run not in having]
+        if len({frozenset(_by_key(run, decoding)) for run in having}) > 1:
+            gaps.append(f"{decoding}: some seeds lack prompts, so tau is over those that all have")
         tau[decoding] = _taus(having, decoding)
         paired[decoding] = None if is_baseline else _paired(having, base, decoding, gaps)
     rows = [row for run in good for row in _rows(run)]
@@ -254,15 +256,14 @@ def _survival(runs: list[Run], decoding: str) -> list[float]:
 def _expected(runs: list[Run]) -> dict[str, Any] | None:
     """``expected_tau`` over seeds, by decoding and domain; null where no run has it."""
     told = [run.measured["expected_tau"] for run in runs if run.measured and run.measured.get("expected_tau")]
-    if not told:
-        return None
-    return {
-        decoding: {
-            domain: estimate([one[decoding][domain] for one in told if one.get(decoding, {}).get(domain) is not None])
-            for domain in domains
-        }
-        for decoding, domains in told[0].items()
-    }
+    found: dict[str, dict[str, Any]] = {}
+    for decoding in dict.fromkeys(name for one in told for name in one):
+        having = [one[decoding] for one in told if one.get(decoding)]
+        for domain in dict.fromkeys(name for one in having for name in one):
+            values = [one[domain] for one in having if one.get(domain) is not None]
+            if values:
+                found.setdefault(decoding, {})[domain] = estimate(values)
+    return found or None
 
 
 def _correlations(runs: list[Run]) -> dict[str, Any]:

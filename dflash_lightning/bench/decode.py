@@ -49,13 +49,20 @@ def in_turns(domains: Mapping[str, Sequence[list[int]]]) -> list[BenchPrompt]:
     return [prompt for row in zip_longest(*columns) for prompt in row if prompt is not None]
 
 
-def decode_bench(target: FrozenTarget, draft: DraftModel, prompts: list[BenchPrompt], measure: Measure) -> Found:
-    """Decode all prompts in every way that ``measure`` names, and time some.
+def decode_bench(
+    target: FrozenTarget,
+    draft: DraftModel,
+    prompts: list[BenchPrompt],
+    measure: Measure,
+    *,
+    fed: Mapping[str, Any],
+) -> Found:
+    """Decode all prompts in every way that ``measure`` names, and time some; ``fed`` is the method's (``fed_by``).
 
     Raises:
         ValueError: a way to decode does not go with this drafter, or a prompt leaves no room for its answer.
     """
-    settings = {name: measure.decoding(name) for name in measure.decodings}
+    settings = {name: measure.decoding(name, fed=fed) for name in measure.decodings}
     for each in settings.values():
         each.num_drafts(draft)  # refused before anything is decoded
     held = next((name for name, each in settings.items() if each.repeatable), None)
@@ -68,7 +75,7 @@ def decode_bench(target: FrozenTarget, draft: DraftModel, prompts: list[BenchPro
         evaluations.append(found)
         if name == held:
             identical = {key: getattr(found.stats, key) for key in identical}
-    speed = _speed(target, draft, prompts, measure, evaluations)
+    speed = _speed(target, draft, prompts, measure, fed, evaluations)
     return Found(rows, speed, identical, broken=any(evaluation.broken for evaluation in evaluations))
 
 
@@ -123,6 +130,7 @@ def _speed(
     draft: DraftModel,
     prompts: list[BenchPrompt],
     measure: Measure,
+    fed: Mapping[str, Any],
     evaluations: list[Evaluation],
 ) -> list[dict[str, Any]]:
     """A row per batch size: drafted and plain decoding of the same prompts, taking turns; greedy."""
@@ -131,7 +139,7 @@ def _speed(
     if timing is None:
         return rows
     for batch in timing.batch_sizes:
-        settings = measure.decoding("greedy", batch_size=batch, compile=timing.compile)
+        settings = measure.decoding("greedy", batch_size=batch, compile=timing.compile, fed=fed)
         some = prompts[: max(timing.prompts, batch)]
         found = _evaluate(target, draft, some, settings, f"timed at batch {batch}", num_checked=len(some))
         evaluations.append(found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
@@ -21,13 +22,19 @@ def differences(recipe: dict[str, Any], other: dict[str, Any]) -> list[str]:
 
     Both are resolved recipes. Seeds, names and folders of the runs are left out.
     """
-    mine, theirs = (_without_folder(tree, str(tree.get("run_dir"))) for tree in (recipe, other))
-    return [
-        line
-        for key in sorted(mine.keys() | theirs.keys())
-        if key not in _APART
-        for line in _of(key, mine.get(key), theirs.get(key))
-    ]
+    mine, theirs = _comparable(recipe), _comparable(other)
+    return [line for key in sorted(mine.keys() | theirs.keys()) for line in _of(key, mine.get(key), theirs.get(key))]
+
+
+def comparable_text(recipe: dict[str, Any]) -> str:
+    """Text that two resolved recipes have in common if there are no ``differences`` between them."""
+    return json.dumps(_comparable(recipe), sort_keys=True, default=str)
+
+
+def _comparable(recipe: dict[str, Any]) -> dict[str, Any]:
+    """``recipe`` without what belongs to a run, and not to a method."""
+    tree = _without_folder(recipe, str(recipe.get("run_dir")))
+    return {key: value for key, value in tree.items() if key not in _APART}
 
 
 def _without_folder(node: Any, folder: str) -> Any:

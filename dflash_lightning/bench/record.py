@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,23 @@ from dflash_lightning.run import RunFolder
 
 MEASURED_FILE = "measured.json"
 VERSION = 1
-_HOLDS = ("drafter_sha256", "protocol", "prompts", "target")
+_HOLDS: dict[str, Any] = {
+    "drafter_sha256": (str, type(None)),
+    "protocol": dict,
+    "prompts": list,
+    "target": dict,
+    "training": dict,
+    "speed": list,
+    "identical": dict,
+}
+_MAY_HOLD = ("machine", "expected_tau")  # mappings, or null
+_OF_PROMPT: dict[str, Any] = {
+    "domain": str,
+    "index": int,
+    "decoding": str,
+    "rounds": (int, float),
+    "committed": (int, float),
+}
 
 
 def read_measured(file: Path) -> dict[str, Any]:
@@ -28,11 +45,26 @@ def read_measured(file: Path) -> dict[str, Any]:
         found = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:  # of decoding as well as of parsing
         raise ValueError(f"{file}: damaged ({error}). {advice}.") from error
-    if not isinstance(found, dict) or not all(key in found for key in _HOLDS):
-        raise ValueError(f"{file}: is no {MEASURED_FILE} (it lacks {', '.join(_HOLDS)}). {advice}.")
-    if found.get("version") != VERSION:
+    if isinstance(found, dict) and found.get("version", VERSION) != VERSION:
         raise ValueError(f"{file}: has version {found.get('version')}, and this program reads {VERSION}. {advice}.")
+    if wrong := measured_faults(found):
+        raise ValueError(f"{file}: is no {MEASURED_FILE} ({', '.join(wrong)} is missing or of another kind). {advice}.")
     return found
+
+
+def measured_faults(found: Any) -> list[str]:
+    """Keys that the content of a ``measured.json`` lacks, or whose values are of another kind."""
+    if not isinstance(found, dict):
+        return ["a mapping"]
+    wrong = [key for key, kind in _HOLDS.items() if key not in found or not isinstance(found[key], kind)]
+    wrong += [key for key in _MAY_HOLD if not isinstance(found.get(key), dict | None)]
+    if "prompts" not in wrong:
+        wrong += sorted({f"prompts.{key}" for row in found["prompts"] for key in _row_faults(row)})
+    return wrong
+
+
+def _row_faults(row: Any) -> list[str]:
+    return [key for key, kind in _OF_PROMPT.items() if not isinstance(row, dict) or not isinstance(row.get(key), kind)]
 
 
 def protocol_of(run: RunFolder, recipe: dict[str, Any], measure: Measure) -> dict[str, Any]:
@@ -45,9 +77,22 @@ def protocol_of(run: RunFolder, recipe: dict[str, Any], measure: Measure) -> dic
             domain: file_digest(find_file(name, setting=f"measure.prompts.{domain}"))
             for domain, name in measure.prompts.items()
         },
+        "expected": {
+            where: file_digest(find_file(name, setting=f"measure.expected.{where}"))
+            for where, name in flat_files(measure.expected or {})
+        },
         "dtype": str((recipe.get("target") or {}).get("dtype")),
         **measure.summary(),
     }
+
+
+def flat_files(tree: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Files of a mapping that names one, or one per domain, by key: ``greedy``, ``greedy.code``."""
+    for key, value in tree.items():
+        if isinstance(value, str):
+            yield key, value
+        else:
+            yield from ((f"{key}.{domain}", name) for domain, name in value.items())
 
 
 def _train_digest(data: dict[str, str]) -> str | None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from dflash_lightning.bench.method import Method, short_name
 from dflash_lightning.bench.plan import PLAN, Plan
-from dflash_lightning.bench.record import MEASURED_FILE, drafter_digest, read_measured
+from dflash_lightning.bench.record import MEASURED_FILE, drafter_digest, measured_faults, read_measured
 from dflash_lightning.bench.summary import tau_of
 from dflash_lightning.files import RECIPE_FILE, STATE_FILE
 from dflash_lightning.run import RunFolder, read_recipe
@@ -137,9 +137,12 @@ def _of_file(file: Path) -> Iterator[Run]:
         raise ValueError(f"{file}: holds no runs of a comparison. {advice}.")
     for told in found["runs"]:
         try:
-            yield Run(**{**told, "method": Method(told["method"][0], tuple(told["method"][1:]))})
+            run = Run(**{**told, "method": Method(told["method"][0], tuple(told["method"][1:]))})
         except (TypeError, KeyError, IndexError) as error:
             raise ValueError(f"{file}: damaged ({error}). {advice}.") from error
+        if run.measured is not None and (wrong := measured_faults(run.measured)):
+            raise ValueError(f"{file}: damaged (of {run.where}: {', '.join(wrong)}). {advice}.")
+        yield run
 
 
 def told_run(run: Run) -> dict[str, Any]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from types import MappingProxyType
 from typing import Any
 
 from dflash_lightning.decoding import DecodingSettings
@@ -11,6 +13,15 @@ from dflash_lightning.recipe.folders import group_options
 from dflash_lightning.recipe.load import load_recipe
 from dflash_lightning.recipe.make import make
 from dflash_lightning.recipe.tree import plain_tree
+
+# Settings of a recipe's own decoding that belong to the method: how many slots its drafter is fed.
+FED = ("block_size", "untrained_slots")
+
+
+def fed_by(recipe: dict[str, Any]) -> dict[str, Any]:
+    """What a resolved recipe says of ``FED``."""
+    node = recipe.get("decoding")
+    return {key: node[key] for key in FED if node.get(key) is not None} if isinstance(node, dict) else {}
 
 
 @dataclass(frozen=True)
@@ -64,6 +75,7 @@ class Measure:
     batch_size: int = 8  # prompts decoded at once where tau is counted
     compared: int = 12  # prompts whose output is compared with plain decoding's
     speed: dict[str, Any] | None = field(default_factory=dict)  # prompts, batch_sizes, compile; null times nothing
+    expected: dict[str, Any] | None = None  # rows that the target wrote, by decoding, for the expected tau
 
     def __post_init__(self) -> None:
         if not self.prompts:
@@ -77,6 +89,8 @@ class Measure:
         for name in ("max_new_tokens", "batch_size"):
             if getattr(self, name) < 1:
                 raise SettingError(f"measure.{name}", f"{getattr(self, name)} is not a count", "Use 1 or more")
+        if unknown := sorted(set(self.expected or {}) - set(known)):
+            raise SettingError("measure.expected", f"there is no option decoding={unknown[0]}", f"Use some of {known}")
         _ = self.timing
 
     @property
@@ -84,21 +98,32 @@ class Measure:
         """``speed`` as settings; null where nothing is timed."""
         return SpeedSettings.read(self.speed)
 
-    def decoding(self, name: str, *, batch_size: int | None = None, compile: bool = False) -> DecodingSettings:
-        """The settings of one of the decodings, with this bench's lengths; noise of seed 0, whatever a run's seed."""
+    def decoding(
+        self,
+        name: str,
+        *,
+        batch_size: int | None = None,
+        compile: bool = False,
+        fed: Mapping[str, Any] = MappingProxyType({}),
+    ) -> DecodingSettings:
+        """The settings of one of the decodings, with this bench's lengths; noise of seed 0, whatever a run's seed.
+
+        ``fed`` is how a method's drafter is fed: settings of ``FED``.
+        """
         cfg = load_recipe("dflash", [f"decoding={name}"])
         node = plain_tree(cfg, [])["decoding"]
         changed = {
             "max_new_tokens": self.max_new_tokens,
             "batch_size": batch_size or self.batch_size,
             "compile": compile,
+            **fed,
         }
         settings = make({**node, **changed})
         assert isinstance(settings, DecodingSettings)
         return settings
 
     def summary(self) -> dict[str, Any]:
-        """All but the prompts, as plain values; ``decodings`` with their own settings."""
+        """All but the prompts, as plain values; ``decodings`` with their own settings, and none of a method's."""
         timing = self.timing
         return {
             "max_new_tokens": self.max_new_tokens,

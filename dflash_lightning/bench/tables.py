@@ -54,7 +54,7 @@ def _difference(method: dict[str, Any], decoding: str, baseline: str) -> str:
     found = method["paired"].get(decoding)
     if found is None:
         return "" if method["name"] == baseline else _NONE
-    return f"{found['mean']:+.3f} ({_number(found['low'], '+.3f')} to {_number(found['high'], '+.3f')})"
+    return f"{_number(found['mean'], '+.3f')} ({_number(found['low'], '+.3f')} to {_number(found['high'], '+.3f')})"
 
 
 def _domain_rows(methods: list[dict[str, Any]], decoding: str) -> list[list[str]]:
@@ -142,11 +142,16 @@ def _interval(found: dict[str, Any] | None) -> str:
 
 def _section(title: str, rows: list[list[str]], markdown: bool) -> str:
     if markdown:
-        lines = [f"| {' | '.join(cell or ' ' for cell in row)} |" for row in rows]
+        lines = [f"| {' | '.join(_in_table(cell) or ' ' for cell in row)} |" for row in rows]
         return "\n".join([f"### {title}", "", lines[0], "|---" * len(rows[0]) + "|", *lines[1:]])
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     return "\n".join([title, *(f"  {line}" for line in lines)])
+
+
+def _in_table(cell: str) -> str:
+    """A cell in which nothing ends it."""
+    return cell.replace("|", "\\|").replace("\n", " ")
 
 
 def _list(title: str, lines: list[str], markdown: bool) -> str:

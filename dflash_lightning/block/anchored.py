@@ -36,6 +36,7 @@ class Anchored(BlockConstructor):
     """
 
     name: ClassVar[str] = "anchored"
+    num_anchors: int
 
     def __init__(
         self,
@@ -82,9 +83,6 @@ class Anchored(BlockConstructor):
         if self.placement == "tiled":
             starts = starts & tiles(loss_mask, self.block_size)[:-1]
         return starts.nonzero().squeeze(1)
-
-    def num_blocks(self, loss_mask: Bool[Tensor, " S"]) -> int:
-        return min(super().num_blocks(loss_mask), self.num_anchors)
 
     def blocks(
         self,

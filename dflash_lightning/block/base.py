@@ -25,6 +25,7 @@ class BlockConstructor(Component, ABC, axis=True):
     block_size: int
     label_layout: LabelLayout
     mask_token_id: int | None
+    num_anchors: int | None = None  # most blocks of a document; null sets no bound
     inputs: SlotInputs = "masks"
 
     @abstractmethod
@@ -33,7 +34,8 @@ class BlockConstructor(Component, ABC, axis=True):
 
     def num_blocks(self, loss_mask: Bool[Tensor, " S"]) -> int:
         """How many blocks a document of this mask gives, without laying them out: packs are planned with it."""
-        return len(self.eligible_anchors(loss_mask))
+        count = len(self.eligible_anchors(loss_mask))
+        return count if self.num_anchors is None else min(count, self.num_anchors)
 
     def num_predicting(self, alignment: Alignment) -> int:
         """The most slots of a block that predict something; losses weigh slots by their order among these."""

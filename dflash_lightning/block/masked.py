@@ -37,6 +37,7 @@ class Masked(BlockConstructor):
     """
 
     name: ClassVar[str] = "masked"
+    num_anchors: int
     label_layout: LabelLayout = "same_position"
 
     def __init__(
@@ -63,9 +64,6 @@ class Masked(BlockConstructor):
     def eligible_anchors(self, loss_mask: Bool[Tensor, " S"]) -> Int[Tensor, " n"]:
         """Every ``block_size``-th position of each run of supervised tokens, from its first one on."""
         return tiles(loss_mask, self.block_size).nonzero().squeeze(1)
-
-    def num_blocks(self, loss_mask: Bool[Tensor, " S"]) -> int:
-        return min(super().num_blocks(loss_mask), self.num_anchors)
 
     def num_predicting(self, alignment: Alignment) -> int:
         return alignment.block_size

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from dflash_lightning.bench.comparison import compare_runs
+from dflash_lightning.bench.record import MEASURED_FILE
 from dflash_lightning.bench.runs import find_runs
 from dflash_lightning.bench.tables import render
 from dflash_lightning.commands.output_file import check_output
-from dflash_lightning.files import write_atomic
+from dflash_lightning.files import RECIPE_FILE, STATE_FILE, write_atomic
 from dflash_lightning.run import json_text
 
 
@@ -24,7 +25,13 @@ def compare(args: argparse.Namespace, page: Callable[[dict[str, Any]], str]) -> 
     """
     for option in ("json", "html"):
         check_output(getattr(args, option), f"--{option}", args.runs if option == "html" else [])
-    found = compare_runs(find_runs(args.runs), baseline=args.baseline, mixed=args.mixed)
+    if args.json and args.html and Path(args.json).resolve() == Path(args.html).resolve():
+        raise ValueError(f"--html: {args.html} is the file of --json, too. Name two files.")
+    runs = find_runs(args.runs)
+    read = [str(Path(run.where) / name) for run in runs for name in (MEASURED_FILE, RECIPE_FILE, STATE_FILE)]
+    for option in ("json", "html"):
+        check_output(getattr(args, option), f"--{option}", read)
+    found = compare_runs(runs, baseline=args.baseline, mixed=args.mixed)
     print(render(found, markdown=args.markdown), end="")
     if args.json:
         write_atomic(Path(args.json), comparison_text(found))

@@ -10,6 +10,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from dflash_lightning.bench.distinct import check_distinct, check_folder
 from dflash_lightning.bench.plan import Plan
 from dflash_lightning.bench.points import Point, make_points
 from dflash_lightning.commands.output_file import check_output
@@ -67,7 +68,8 @@ def checked_points(args: argparse.Namespace) -> dict[Point, DictConfig]:
     """The points of a sweep with their recipes, if the text of none has faults.
 
     Raises:
-        RecipeError: words that are no axes, or the faults of the first point that has some.
+        RecipeError: words that are no axes, the faults of the first point that has some, or points that are alike.
+        ValueError: the folder of runs holds something else.
     """
     plan, found = Plan(Path(args.runs)), {}
     for point in make_points(args.recipe, args.overrides):
@@ -76,6 +78,8 @@ def checked_points(args: argparse.Namespace) -> dict[Point, DictConfig]:
         if cfg.get("measure") is None:
             do = "Add measure=bench, or derive the recipe from one that measures"
             raise RecipeError([Fault("measure", "a sweep measures what it trains, and nothing is named", do)], recipe)
+    check_distinct(found)
+    check_folder(found, plan)
     return found
 
 

@@ -27,6 +27,7 @@ the settings have changed.
   dflash measure runs/bench/dspark
   dflash measure runs/sweep/* measure.limit=8
   dflash measure runs/a measure.prompts.code=my_prompts.jsonl --again
+  dflash measure runs/block_16 decoding.block_size=8 --to runs/block_16_at_8
 
 The exit status is 1 when output is not the target's own."""
     parser = add("measure", "measure finished runs for a comparison", text)
@@ -34,6 +35,9 @@ The exit status is 1 when output is not the target's own."""
         "runs", nargs="+", metavar="RUN", help="run folders; behind them measure.KEY=VALUE changes settings"
     )
     parser.set_defaults(overrides=[])
+    parser.add_argument(
+        "--to", metavar="FOLDER", help="measure a copy of RUN that is fed otherwise: decoding.block_size=N behind RUN"
+    )
     parser.add_argument("--again", action="store_true", help="measure what is measured already, too")
     _add_device(parser)
 

@@ -63,10 +63,11 @@ def _check_decoding(draft: FoundDraft, settings: DecodingSettings, *, alone: boo
     """What tells without the target that a drafter cannot be decoded with; with several, the message says which.
 
     Raises:
-        ValueError: the policy reads a signal that its head does not give, or it was trained with fewer slots.
+        ValueError: the policy reads a signal that its head does not give, or not in trees; or it was trained with fewer
+            slots.
     """
     try:
-        check_signals(settings.strategies["policy"], draft.model.head.signals)
+        check_signals(settings.strategies["policy"], settings.strategies["builder"], draft.model.head)
         settings.num_drafts(draft.model)
     except ValueError as error:
         raise error if alone else ValueError(f"{draft.source}: {error}") from None

@@ -7,6 +7,7 @@ import io
 import json
 import sys
 import tempfile
+import textwrap
 import time
 import traceback
 from collections.abc import Sequence
@@ -116,4 +117,5 @@ def _line(entry: dict[str, Any], width: int) -> str:
 
 
 def _short(reason: str) -> str:
-    return reason if len(reason) <= 60 else f"{reason[:57]}..."
+    """Its first words, as many as go into a line; ``--json`` has all of them."""
+    return textwrap.shorten(reason, 80, placeholder=" ...")

@@ -8,8 +8,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from dflash_lightning.conditioning.fused import FusedFeatures
-from dflash_lightning.conditioning.rows import Rows
+from dflash_lightning.conditioning.base import Rows
+from dflash_lightning.conditioning.kv_injection import FusedFeatures
 from dflash_lightning.draft_config import DraftConfig
 from dflash_lightning.errors import SettingError
 from dflash_lightning.ops.context import ContextAttention, ContextState, KVSource

@@ -8,8 +8,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from dflash_lightning.conditioning.fused import INIT_STD, FusedFeatures
-from dflash_lightning.conditioning.rows import BOUNDARY, Rows
+from dflash_lightning.conditioning.base import BOUNDARY, Rows
+from dflash_lightning.conditioning.kv_injection import INIT_STD, FusedFeatures
 from dflash_lightning.draft_config import DraftConfig
 from dflash_lightning.ops.context import ContextState
 from dflash_lightning.ops.language_head import LanguageHead

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from dflash_lightning.conditioning.rows import RowConditioning, Rows
+from dflash_lightning.conditioning.base import RowConditioning, Rows
 from dflash_lightning.draft_config import DraftConfig
 from dflash_lightning.errors import SettingError
 from dflash_lightning.layer_ids import default_layer_ids

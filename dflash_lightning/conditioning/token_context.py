@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dflash_lightning.conditioning.rows import DecodingRows, RowConditioning, Rows, TrainingRows
+from dflash_lightning.conditioning.base import DecodingRows, RowConditioning, Rows, TrainingRows
 from dflash_lightning.draft_config import DraftConfig
 from dflash_lightning.errors import SettingError
 from dflash_lightning.geometry import LayerGeometry

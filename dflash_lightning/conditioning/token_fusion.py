@@ -5,8 +5,8 @@ from __future__ import annotations
 from jaxtyping import Float
 from torch import Tensor
 
+from dflash_lightning.conditioning.base import BOUNDARY, JOIN
 from dflash_lightning.conditioning.input_fusion import InputFusion
-from dflash_lightning.conditioning.rows import BOUNDARY, JOIN
 from dflash_lightning.ops.context import ContextState
 
 

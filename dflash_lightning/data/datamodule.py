@@ -15,8 +15,8 @@ from dflash_lightning.data.batch.exact_resume import ExactResume
 from dflash_lightning.data.batch.loader import PlanSampler, StatefulLoader
 from dflash_lightning.data.batch.of_trainer import accumulation, batch_limit
 from dflash_lightning.data.batch.packing import Planner, PlanSettings
-from dflash_lightning.data.features.cache import DTYPES, FeatureCache, make_in_memory, spec_of_setting
-from dflash_lightning.data.features.products import FeatureProducts, check_products, with_products
+from dflash_lightning.data.features.cache import DTYPES, FeatureCache, make_in_memory
+from dflash_lightning.data.features.products import with_products
 from dflash_lightning.data.features.ranks import Ranks, make_on_disk
 from dflash_lightning.data.features.shards import FeatureShards
 from dflash_lightning.data.read.conversation import Supervise
@@ -25,6 +25,7 @@ from dflash_lightning.data.read.sources import make_sources
 from dflash_lightning.data.read.store import DocumentStore
 from dflash_lightning.data.read.summary import DataSummary
 from dflash_lightning.data.read.truncation import Truncate
+from dflash_lightning.data.settings import FeatureProducts, check_data
 from dflash_lightning.errors import SettingError
 from dflash_lightning.target import FrozenTarget
 from dflash_lightning.types import Alignment, FeatureSpec, TrainBatch
@@ -116,14 +117,25 @@ class DraftData(LightningDataModule):
         self.cache_features = cache_features
         self.cache_dtype = target.dtype if cache_dtype is None else DTYPES[cache_dtype]
         self.feature_products: FeatureProducts = feature_products
-        self.cache_also = spec_of_setting(cache_also, kept=cache_features is not None)
         self.features_folder = features_folder
         self.num_workers = num_workers
         self.strict = strict
         self.seed = seed
         processing = Processing(max_length, truncate, supervise, self.chat_template_kwargs, seed)
         processing.check_target(target.text)
-        self._check_settings()
+        check_data(
+            max_length=max_length,
+            row_tokens=row_tokens,
+            cache_features=cache_features,
+            feature_products=feature_products,
+            features_folder=features_folder,
+            cache_also=cache_also,
+        )
+        also = cache_also or {}
+        self.cache_also = FeatureSpec(tuple(sorted({*(also.get("layer_ids") or ())})), bool(also.get("last_hidden")))
+        for name in ("rows_per_batch", "token_bucket", "block_bucket"):
+            if getattr(self, name) < 1:
+                raise SettingError(f"data.{name}", f"{getattr(self, name)} is not a count", "Use 1 or more")
         self.rows = TrainingRows(make_sources(train, limit=limit), processing, max_bad_rows, rejected, cache)
         self.summary = DataSummary()
         self._store: DocumentStore | None = None
@@ -132,27 +144,6 @@ class DraftData(LightningDataModule):
         self._loader: StatefulLoader | None = None
         self._plan: tuple[BlockConstructor, Planner] | None = None
         self._position: dict[str, Any] | None = None
-
-    def _check_settings(self) -> None:
-        if self.row_tokens < self.max_length:
-            raise SettingError(
-                "data.row_tokens",
-                f"a row of {self.row_tokens} cannot hold a document of data.max_length={self.max_length} tokens",
-                do="Raise row_tokens or lower max_length",
-            )
-        for name in ("rows_per_batch", "token_bucket", "block_bucket"):
-            if getattr(self, name) < 1:
-                raise SettingError(f"data.{name}", f"{getattr(self, name)} is not a count", "Use 1 or more")
-        if self.cache_features not in (None, "ram", "disk"):
-            what = f"{self.cache_features!r} is unknown"
-            raise SettingError("data.cache_features", what, "Use 'ram', 'disk' or null")
-        check_products(self.feature_products, kept=self.cache_features is not None)
-        if self.features_folder is not None and self.cache_features != "disk":
-            raise SettingError(
-                "data.features_folder",
-                "applies to features on disk only",
-                do="Remove it, or set data.cache_features=disk",
-            )
 
     # -- documents ----------------------------------------------------------------------------------------------------
 
@@ -175,7 +166,8 @@ class DraftData(LightningDataModule):
         self.rows.processing.check_used(self.summary)
         self._say(*account)
         if self.strict and self.summary.warnings():
-            raise ValueError(f"data: {' '.join(self.summary.warnings())} (An error because of data.strict=true.)")
+            what = " ".join(self.summary.warnings())
+            raise SettingError("data", what, do="It is an error because of data.strict=true")
         self._store = processed.store
 
     @property

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-
-import torch
 
 from dflash_lightning.decoding.loop import OnRound
 from dflash_lightning.decoding.settings import DecodingSettings
@@ -16,6 +13,7 @@ from dflash_lightning.decoding.types import Generation
 from dflash_lightning.decoding.watch import watching
 from dflash_lightning.errors import SettingError
 from dflash_lightning.model import DraftModel
+from dflash_lightning.ops.clock import Spent
 from dflash_lightning.target import FrozenTarget
 from dflash_lightning.target.reference import generate_plainly
 
@@ -23,14 +21,12 @@ _WARM_UP_TOKENS = 4
 
 
 @dataclass
-class Timing:
+class Timing(Spent):
     """Seconds and tokens of one decoder over all timed prompts, prefill included.
 
     ``stats`` and ``generations`` are of decoders that go through our loop; others leave them null and empty.
     """
 
-    wall: float = 0.0
-    cpu: float = 0.0
     tokens: int = 0
     outputs: list[list[int]] = field(default_factory=list)
     stats: DecodeStats | None = None
@@ -79,12 +75,8 @@ def time_decoders(
         for number, prompt in enumerate(prompts):
             for name, decode in decoders.items():
                 timing = timings[name]
-                wall, cpu = time.perf_counter(), time.process_time()
-                output = decode(prompt, number, most, watch, timing)
-                if target.device.type == "cuda":
-                    torch.cuda.synchronize(target.device)
-                timing.wall += time.perf_counter() - wall
-                timing.cpu += time.process_time() - cpu
+                with timing.timed():
+                    output = decode(prompt, number, most, watch, timing)
                 timing.tokens += len(output)
                 timing.outputs.append(output)
     return timings

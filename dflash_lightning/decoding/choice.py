@@ -63,3 +63,18 @@ def choose_strategies(
         verifier = RejectionVerifier() if builder.drawn == "sampled" else MatchVerifier()
     check_strategies(builder, verifier, policy)
     return builder, verifier
+
+
+def check_drawn_tree(builder: DraftBuilder, sampling: SamplingSpec) -> None:
+    """Refuse to draw trees at temperature 0: they would be right, but chains, which is not what was asked for.
+
+    Raises:
+        ValueError: says what to use instead.
+    """
+    if builder.trees and builder.drawn == "sampled" and sampling.greedy:
+        raise SettingError(
+            "decoding.builder",
+            f"{type(builder).__name__} draws the children of a node, but at temperature 0 there is one token to draw: "
+            "its tree would be a chain",
+            do="Set decoding.temperature above 0, or use a tree of the likeliest tokens (decoding=tree)",
+        )

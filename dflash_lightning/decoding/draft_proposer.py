@@ -63,7 +63,7 @@ class DraftProposer(Proposer):
         self.lm = head
         self.block_size = draft.config.block_size if block_size is None else block_size
         self.num_drafts = num_drafts(draft, block_size, untrained_slots=untrained_slots)
-        self.signals = draft.head.signals
+        self.signals, self.signals_in_turn = draft.head.signals, draft.head.signals_in_turn
         self.graphs = GraphCounter()
         self.compiled = compile
         self.weights = decode_copy(draft, target)

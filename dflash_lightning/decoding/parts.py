@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -77,7 +76,7 @@ def check_compatible(parts: DecodeParts) -> None:
     if not parts.proposer.num_drafts:
         return
     check_strategies(parts.builder, parts.verifier, parts.policy)
-    check_signals(parts.policy, parts.proposer.signals)
+    check_signals(parts.policy, parts.builder, parts.proposer)
     if parts.builder.trees:
         parts.target.check_trees()
 
@@ -112,17 +111,41 @@ def check_strategies(builder: DraftBuilder, verifier: Verifier, policy: WidthPol
         )
 
 
-def check_signals(policy: WidthPolicy | None, offered: Collection[str]) -> None:
-    """Refuse a policy that reads what no head says.
+@runtime_checkable
+class Speaker(Protocol):
+    """What offers signals: a head, or a proposer that drafts with one."""
+
+    @property
+    def signals(self) -> tuple[str, ...]:
+        """Their names."""
+
+    @property
+    def signals_in_turn(self) -> bool:
+        """Whether they depend on drafted tokens, so that only ``Scores.step`` knows them."""
+
+
+def check_signals(policy: WidthPolicy | None, builder: DraftBuilder | None, speaker: Speaker) -> None:
+    """Refuse a policy that reads what no head says, or what it says of chains only. ``builder`` null makes chains.
 
     Raises:
-        ValueError: names the signals that are missing, and those there are.
+        ValueError: names the signals that are missing, and those there are; or the builder makes trees, whose nodes
+            have no signals where these depend on drafted tokens.
     """
-    missing = [] if policy is None else [name for name in policy.reads if name not in offered]
+    if policy is None:
+        return
+    offered = speaker.signals
+    missing = [name for name in policy.reads if name not in offered]
     if missing:
         there = f"offers {', '.join(sorted(offered))}" if offered else "offers none"
         raise SettingError(
             "decoding.policy",
             f"{type(policy).__name__} reads the signals {', '.join(missing)}, but the drafter's head {there}",
             "Use a drafter whose head is trained to give them, or no policy (decoding.policy=null)",
+        )
+    if policy.reads and speaker.signals_in_turn and builder is not None and builder.trees:
+        raise SettingError(
+            "decoding.policy",
+            f"{type(policy).__name__} reads the signals {', '.join(policy.reads)}, which the drafter's head gives "
+            f"token by token along a chain, but {type(builder).__name__} makes trees",
+            "Use a builder of chains (decoding.builder=null), or no policy (decoding.policy=null)",
         )

@@ -16,12 +16,13 @@ class Proposer(ABC):
     """Drafts ``num_drafts`` tokens after each root. It always drafts them all: shapes are static, cuts come later.
 
     Called by the loop under no_grad: ``start`` once per batch, then ``propose`` and ``ingest`` in turn. ``signals``
-    names what its scores offer to policies.
+    names what its scores offer to policies, and ``signals_in_turn`` says that only their ``step`` does.
     """
 
     num_drafts: int
     compiled: bool = False
     signals: tuple[str, ...] = ()
+    signals_in_turn: bool = False
 
     def required(self) -> FeatureSpec:
         """Target features that ``start`` and ``ingest`` read."""

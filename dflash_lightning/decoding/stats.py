@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -12,6 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from dflash_lightning.decoding.types import Generation
+from dflash_lightning.ops.clock import now
 
 STAGES = ("prefill", "draft", "verify", "commit", "host", "total")  # host: counting, cutting, telling the listener
 
@@ -267,25 +267,19 @@ class StageClock:
 
     def __init__(self, stats: DecodeStats) -> None:
         self.stats = stats
-        self.begin = self.last = _now()
+        self.begin = self.last = now()
 
-    def _add(self, stage: str, since: tuple[float, float], now: tuple[float, float]) -> None:
+    def _add(self, stage: str, since: tuple[float, float], until: tuple[float, float]) -> None:
         index = STAGES.index(stage)
-        self.stats.seconds[index] += now[0] - since[0]
-        self.stats.cpu_seconds[index] += now[1] - since[1]
+        self.stats.seconds[index] += until[0] - since[0]
+        self.stats.cpu_seconds[index] += until[1] - since[1]
 
     def ends(self, stage: str) -> None:
         """The time since the last end belongs to ``stage``."""
-        now = _now()
-        self._add(stage, self.last, now)
-        self.last = now
+        reading = now()
+        self._add(stage, self.last, reading)
+        self.last = reading
 
     def stop(self) -> None:
         """The whole time since the clock was made is ``total``."""
-        self._add("total", self.begin, _now())
-
-
-def _now() -> tuple[float, float]:
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
-    return time.perf_counter(), time.process_time()
+        self._add("total", self.begin, now())

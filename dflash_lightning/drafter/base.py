@@ -27,6 +27,7 @@ class Drafter(Component, nn.Module, ABC, axis=True):
 
     needs: ClassVar[frozenset[str]] = frozenset()
     inputs: ClassVar[SlotInputs] = "masks"
+    former: ClassVar[Mapping[str, str]] = {"forward.layout": "positions say where the slots stand"}
     num_layers: int
 
     @abstractmethod

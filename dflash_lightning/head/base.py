@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from jaxtyping import Float, Int
@@ -24,13 +25,16 @@ class DraftHead(Component, nn.Module, ABC, axis=True):
     A class that brings one of the two brings both, so that no head decodes by inheritance as what it was not trained
     to be.
 
-    ``label_layouts`` are the layouts it can be trained with; ``signals`` the names of the signals it offers.
+    ``label_layouts`` are the layouts it can be trained with; ``signals`` the names of the signals it offers, and
+    ``signals_in_turn`` says that they depend on the tokens drafted before a slot: then only ``step`` knows them.
     ``per_slot`` says that the law of a slot is a function of its own hidden state alone. Such a head can be asked for
     one slot at a time, which a drafter that runs token by token needs.
     """
 
     label_layouts: ClassVar[tuple[LabelLayout, ...]] = LABEL_LAYOUTS
     signals: tuple[str, ...] = ()
+    signals_in_turn: ClassVar[bool] = False
+    former: ClassVar[Mapping[str, str]] = {"views": "it is called outputs now", "logits": "it is called open now"}
     per_slot: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

@@ -42,6 +42,7 @@ class MarkovHead(DraftHead):
 
     name: ClassVar[str] = "markov"
     initial: ClassVar[frozenset[str]] = frozenset({"init_std"})
+    signals_in_turn: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -9,8 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from dflash_lightning.errors import SettingError
-from dflash_lightning.loss.base import Labels, check_temperature, taught
-from dflash_lightning.loss.slotwise import Normalize, SlotwiseLoss, check_normalize
+from dflash_lightning.loss.base import Labels, Normalize, SlotwiseLoss, check_normalize, check_temperature, taught
 from dflash_lightning.loss.weights import first_failure
 from dflash_lightning.ops.lm_head import Argmax, Detached, HeadOutput, Overlap, Teacher
 from dflash_lightning.types import BlockLayout, FeatureSpec
@@ -26,8 +25,8 @@ class ConfidenceLoss(SlotwiseLoss):
     where the likeliest drafts of the slot and of all slots before it are the target's likeliest tokens, else 0 (VAT,
     arXiv 2608.30135): a chance for the whole draft up to there, so a policy must not multiply it up.
 
-    The label carries no gradient, so the term trains the signal and what the head lets its gradient through to. Least
-    where both are equal; with the overlap it is then the entropy of that chance, not 0.
+    The label carries no gradient: the term trains the signal, and the weights to which the head passes its gradient. It
+    is least where signal and label are equal. With the overlap it is then the entropy of that chance, not 0.
     """
 
     name: ClassVar[str] = "confidence"

@@ -9,8 +9,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from dflash_lightning.errors import SettingError
-from dflash_lightning.loss.base import Labels, LossTerm, check_temperature, taught
-from dflash_lightning.loss.slotwise import unbroken
+from dflash_lightning.loss.base import Labels, LossTerm, check_temperature, taught, unbroken
 from dflash_lightning.loss.weighted import WeightedLoss
 from dflash_lightning.ops.lm_head import HeadOutput, LabelLogProb, Overlap, Teacher, TeacherLogProb
 from dflash_lightning.types import BlockLayout, FeatureSpec, SlotTotals, StepContext

@@ -1,4 +1,4 @@
-"""The family of losses that weigh one number per slot by how the drafter does now."""
+"""Losses of a number per slot, weighted: the whole family, and its usual members under their own names."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from dflash_lightning.errors import SettingError
-from dflash_lightning.loss.base import check_temperature
-from dflash_lightning.loss.slotwise import Normalize, SlotwiseLoss, check_normalize
+from dflash_lightning.loss.base import Normalize, SlotwiseLoss, check_normalize, check_temperature
 from dflash_lightning.loss.weights import WEIGHTS, Block
 from dflash_lightning.ops.lm_head import (
     JSD,
@@ -28,7 +27,8 @@ from dflash_lightning.ops.lm_head import (
 from dflash_lightning.types import BlockLayout, FeatureSpec
 
 Loss = Literal["ce", "soft_ce", "forward_kl", "reverse_kl", "jsd", "tv", "nla", "renyi", "lk_hybrid"]
-Kind = Literal["decay", "label", "overlap", "auf", "vat", "target"]
+DivergenceKind = Literal["forward_kl", "reverse_kl", "jsd"]
+WeightKind = Literal["decay", "label", "overlap", "auf", "vat", "target"]
 _LEAST = 1e-5  # of an overlap: below it there is nothing to gain from a slot, and its gradient would be noise
 
 
@@ -105,7 +105,7 @@ class WeightedLoss(SlotwiseLoss):
         self,
         *,
         loss: Loss = "ce",  # what a slot loses
-        weight: Kind = "decay",  # what it weighs
+        weight: WeightKind = "decay",  # what it weighs
         alpha: float | int | None = None,  # smooths the chances of weights label and overlap: 0 not, 1 wholly
         decay: float | int | None = None,  # slots over which weights decay, auf and vat fall to 1/e; null: they do not
         labels: Literal["data", "target"] = "data",  # y: the row's own token, or the target's likeliest
@@ -117,7 +117,7 @@ class WeightedLoss(SlotwiseLoss):
         view: str = "main",  # which of the head's distributions is scored
     ) -> None:
         super().__init__(decay=decay, coefficient=coefficient, view=view, prefix=prefix)
-        for setting, given, known in (("loss", loss, Loss), ("weight", weight, Kind)):
+        for setting, given, known in (("loss", loss, Loss), ("weight", weight, WeightKind)):
             if given not in get_args(known):
                 raise SettingError(f"loss.{setting}", f"{given!r} is unknown", f"Use one of {list(get_args(known))}")
         if labels not in ("data", "target"):
@@ -126,7 +126,7 @@ class WeightedLoss(SlotwiseLoss):
             raise SettingError("loss.eta", f"{eta} would favour KL where drafts are accepted", "Use 0 or more (3)")
         check_normalize(normalize)
         self.loss: Loss = loss
-        self.weight: Kind = weight
+        self.weight: WeightKind = weight
         self.labels = labels
         self.temperature = check_temperature(temperature)
         self.eta = float(eta)
@@ -176,3 +176,95 @@ class WeightedLoss(SlotwiseLoss):
 
     def _block(self, layout: BlockLayout, teacher: Teacher | None) -> Block:
         return Block(layout, teacher, self.labels == "target", self.temperature)
+
+
+class CrossEntropy(WeightedLoss):
+    """``sum(w_j * -log q(label)) / sum(w_j)`` over valid slots (DFlash, arXiv 2602.06036 sec. 4.2).
+
+    ``labels: target`` teaches the token that the target itself finds likeliest after the row's tokens, which is what
+    greedy decoding accepts (a term of AdaFlash, arXiv 2607.19223). The row's own tokens then serve as context only.
+    Slots are counted by the row's labels in both cases: where a reduced draft vocabulary lacks the target's token, the
+    slot is counted and teaches nothing.
+    """
+
+    name: ClassVar[str] = "cross_entropy"
+
+    def __init__(
+        self,
+        *,
+        decay: float | int | None = None,  # slots over which the weight falls to 1/e; null weighs all alike
+        labels: Literal["data", "target"] = "data",  # the row's own token, or the one that the target finds likeliest
+        prefix: bool = False,  # count only the unbroken run of valid slots at the start of a block
+        coefficient: float | int = 1.0,  # weight of the term in the sum
+        view: str = "main",  # which of the head's distributions is scored
+    ) -> None:
+        super().__init__(
+            decay=decay, labels=labels, normalize="weights", prefix=prefix, coefficient=coefficient, view=view
+        )
+
+
+class Divergence(WeightedLoss):
+    """``T^2`` times a divergence of the draft's law q and the target's law p, both at temperature T (in nats).
+
+    ``forward_kl`` is ``sum p log(p / q)``: q must cover whatever p does. ``reverse_kl`` is ``sum q log(q / p)``: q may
+    settle on one of p's modes. ``jsd`` is the mean divergence of both from their mean, at most log 2. The factor keeps
+    gradients of one size whatever T is (Hinton et al., arXiv 1503.02531). With a reduced draft vocabulary p is taken
+    given that the token is one of the draft's.
+    """
+
+    name: ClassVar[str] = "divergence"
+
+    def __init__(
+        self,
+        *,
+        kind: DivergenceKind = "forward_kl",  # which divergence
+        temperature: float | int = 1.0,  # divides the logits of both laws
+        decay: float | int | None = None,  # slots over which the weight falls to 1/e; null weighs all alike
+        prefix: bool = False,  # count only the unbroken run of valid slots at the start of a block
+        coefficient: float | int = 1.0,  # weight of the term in the sum
+        view: str = "main",  # which of the head's distributions is scored
+    ) -> None:
+        if kind not in get_args(DivergenceKind):
+            raise SettingError("loss.kind", f"{kind!r} is unknown", f"Use one of {list(get_args(DivergenceKind))}")
+        super().__init__(
+            loss=kind,
+            temperature=temperature,
+            decay=decay,
+            normalize="weights",
+            prefix=prefix,
+            coefficient=coefficient,
+            view=view,
+        )
+        self.kind: DivergenceKind = kind
+        self.labels = "target"
+
+
+class TotalVariation(WeightedLoss):
+    """``1 - sum_v min(p(v), q(v))``: the chance that a draft of the slot is rejected, between 0 and 1.
+
+    This is half the L1 distance; heads that state the whole L1 distance weigh it twice as much. Its gradient vanishes
+    where p and q share no mass, so it serves beside another term or after one. With a reduced draft vocabulary p stays
+    the whole law, of which the draft cannot reach all.
+    """
+
+    name: ClassVar[str] = "total_variation"
+
+    def __init__(
+        self,
+        *,
+        temperature: float | int = 1.0,  # divides the logits of both laws: the temperature that decoding will use
+        decay: float | int | None = None,  # slots over which the weight falls to 1/e; null weighs all alike
+        prefix: bool = False,  # count only the unbroken run of valid slots at the start of a block
+        coefficient: float | int = 1.0,  # weight of the term in the sum
+        view: str = "main",  # which of the head's distributions is scored
+    ) -> None:
+        super().__init__(
+            loss="tv",
+            temperature=temperature,
+            decay=decay,
+            normalize="weights",
+            prefix=prefix,
+            coefficient=coefficient,
+            view=view,
+        )
+        self.labels = "target"

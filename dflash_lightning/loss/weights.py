@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from dflash_lightning.loss.base import taught
+from dflash_lightning.loss.base import slot_weights, taught
 from dflash_lightning.ops.lm_head import Argmax, Detached, LabelLogProb, Overlap, Request, Teacher, TeacherLogProb
 from dflash_lightning.schedule import decay_weights
 from dflash_lightning.types import BlockLayout
@@ -78,12 +78,6 @@ class Weight:
     reads: str = "nothing"
     smoothed: bool = False
     decays: bool = False
-
-
-def slot_weights(predicts: Bool[Tensor, "B N K"], decay: float | None) -> Float[Tensor, "B N K"]:
-    """``exp(-j / decay)`` at the ``j``-th predicting slot of every block; what stands at other slots means nothing."""
-    order = (predicts.cumsum(-1) - 1).clamp(min=0)
-    return decay_weights(predicts.shape[-1], decay, device=predicts.device)[order]
 
 
 def _smooth(chances: Tensor, counted: Tensor, alpha: float) -> Tensor:

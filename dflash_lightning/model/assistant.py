@@ -18,8 +18,9 @@ from dflash_lightning.ops.context import ContextAttention, ContextState, KVSourc
 class AssistantContext(ContextState):
     """Context rows in a transformers cache, which the generator crops by one block after every call.
 
-    So every layer hands it the new context rows and a block of placeholders: a block's own keys are never needed again.
-    A sliding layer may keep its last rows only; visibility counts rows backwards from the block, which does not mind.
+    So every layer appends the new context rows and placeholders for the block: the keys of a block are never read
+    again. A sliding layer may keep its last rows only. This changes nothing, because visibility is counted backwards
+    from the block.
     """
 
     states: Float[Tensor, "1 R H"]

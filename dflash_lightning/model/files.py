@@ -1,4 +1,4 @@
-"""A drafter on disk: z-lab's tensor names, strict loading, and writes that leave no half folder."""
+"""A drafter on disk: z-lab's tensor names, strict loading, and folders that are written as a whole."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _make_config(raw: Mapping[str, Any], folder: str | Path) -> DraftConfig:
 def load_draft_weights(
     cls: type[Any], load: Callable[..., Any], path: str | Path, *args: Any, config: Any = None, **kwargs: Any
 ) -> Any:
-    """What ``load`` (transformers' ``from_pretrained``) makes of ``path``, with our names and without tolerance.
+    """What ``load`` (transformers' ``from_pretrained``) makes of ``path``, under our names. Any difference is an error.
 
     Raises:
         ValueError: tensors are missing, unexpected or of another shape (all of them are listed), or a file is damaged.
@@ -201,8 +201,8 @@ def without_load_report() -> Iterator[None]:
 def write_folder(folder: str | Path, write: Callable[[Path], Any]) -> None:
     """Call ``write`` on an empty folder next to ``folder``, then put it in its place by renaming.
 
-    What stands there is never half of something. A folder cannot be exchanged in one step, though: between two renames
-    there is none, and a kill in that instant leaves the former one under the name ``.<folder>.old-<process>``.
+    A reader never finds a folder that is written in part. But a folder cannot be exchanged in one step: between the two
+    renames there is none. A process that is killed in between leaves the former one as ``.<folder>.old-<process>``.
 
     Raises:
         ValueError: a file or a link stands there, which is no folder of ours to replace.

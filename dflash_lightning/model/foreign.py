@@ -1,4 +1,4 @@
-"""Drafters that other programs saved: whose they are, what their settings mean here, and which are refused by name."""
+"""Drafters that other programs saved: which program, what its settings mean here, and which are refused by name."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _SPECIAL = {"bos_token_id", "eos_token_id", "pad_token_id"}
 
 @dataclass(frozen=True)
 class ForeignFormat:
-    """How one program's files differ from ours, the names in the file being z-lab's where nothing is said.
+    """How one program's files differ from ours. Where nothing is said, names are z-lab's.
 
     ``renamed`` maps how a tensor's name begins in the file to how z-lab's begins; ``copies`` are the target's own
     weights, which come along and are compared instead of loaded; ``maps_vocabulary`` says that a reduced vocabulary is
@@ -61,7 +61,7 @@ TRANSFORMERS = ForeignFormat("transformers", renamed={"encoder.fc.": "fc.", "enc
 
 
 def source_of(raw: Mapping[str, Any]) -> ForeignFormat:
-    """Whose ``config.json`` this is."""
+    """Which program wrote this ``config.json``."""
     if raw.get("model_type") == DraftConfig.model_type:
         return OURS
     if "speculators_model_type" in raw:

@@ -12,7 +12,7 @@ _BYTES_PER_PARAMETER = 16
 
 
 def memory_line(target: FrozenTarget, draft: DraftModel, spec: FeatureSpec, batch_tokens: int) -> str:
-    """One line of text: the least that a process needs, by part; what activations need is not known.
+    """One line of text: the memory that a process needs at least, by part. Activations are not counted.
 
     ``batch_tokens`` are the positions of a micro-batch.
     """

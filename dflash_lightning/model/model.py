@@ -27,7 +27,7 @@ from dflash_lightning.types import Alignment, BlockLayout, Carried, FeatureSpec,
 
 
 class DraftModel(PreTrainedModel):
-    """Everything of a drafter that is trained; the embedding and the language head stay the target's.
+    """All trained weights of a drafter. Its embedding and language head are the target's.
 
     ``block_hidden`` and ``outputs`` serve training; ``make_cache``, ``draft_hidden`` and ``open`` serve decoding. Both
     run the same layers. ``draft_vocab`` (sorted token ids) exists iff the config has a reduced vocabulary, and is
@@ -153,9 +153,9 @@ class DraftModel(PreTrainedModel):
         cache: DraftCache,
         lm: LanguageHead,
     ) -> Scores:
-        """Take in context as ``draft_hidden`` does, then scores whose ``step`` runs the drafter on the tokens it gets.
+        """Take in context as ``draft_hidden`` does; returns scores whose ``step`` runs the drafter on given tokens.
 
-        The roots' slots are run here. The first look has their law at all of ``num_drafts`` depths.
+        The slots of the roots are run here. ``logits`` of the scores repeat their law at all ``num_drafts`` depths.
         """
         assert isinstance(self.drafter, SequentialDrafter), "this drafter runs a block at once: use draft_hidden"
         context = self._extend(features, keep, cache, lm)
@@ -175,7 +175,7 @@ class DraftModel(PreTrainedModel):
         return Scores(look, first.ids, state=begun, step=step)
 
     def open(self, hidden: Float[Tensor, "B D H"], roots: Int[Tensor, " B"], lm: LanguageHead) -> Scores:
-        """What the head thinks of the ``D`` tokens after ``roots``; ``hidden`` are those of the predicting slots."""
+        """The head's scores of the ``D`` tokens after ``roots``; ``hidden`` are those of the predicting slots."""
         return self.head.open(hidden, roots, lm)
 
     def extend_cache(
@@ -227,7 +227,7 @@ class DraftModel(PreTrainedModel):
     # -- start and files ----------------------------------------------------------------------------------------------
 
     def warm_start(self, layer_state: Callable[[int], Mapping[str, Tensor]]) -> None:
-        """Start from the target what asks for it, drafter and conditioning each for itself; otherwise nothing happens.
+        """Copy weights of the target to the parts whose settings ask for it: drafter and conditioning, each by itself.
 
         ``layer_state(i)`` is the state dict of target decoder layer ``i``.
         """

@@ -11,7 +11,7 @@ from torch import nn
 
 from dflash_lightning.component import Component
 from dflash_lightning.draft_config import DraftConfig
-from dflash_lightning.errors import SettingError
+from dflash_lightning.errors import SettingError, hint_for
 from dflash_lightning.files import DraftOrigin
 from dflash_lightning.geometry import FIELD_OF, GEOMETRY, OF_TARGET
 from dflash_lightning.model.trio import AXES
@@ -45,9 +45,8 @@ class Origin:
         known = {"target", *AXES, *(field for fields in FIELDS.values() for field in fields)}
         known |= {f"{axis}.{name}" for axis, part in self.parts.items() for name in part.settings()}
         if unknown := sorted(self._change - known):
-            raise SettingError(
-                "init_from.change", f"{unknown} are no settings of a drafter", f"Use some of {sorted(known)}"
-            )
+            what = f"{', '.join(map(repr, unknown))} is no setting of a drafter"
+            raise SettingError("init_from.change", what, hint_for(unknown[0], known))
 
     @property
     def _fields(self) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""What programs outside of this package compute: one trio of parts. Whatever else a drafter is made of is refused."""
+"""The one combination of parts that other programs can run. Exporters refuse a drafter that is made of others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What comes along in other programs' checkpoints beside the drafter: vocabulary maps and copies of the target."""
+"""Tensors in other programs' checkpoints that are not the drafter's: vocabulary maps and copies of the target."""
 
 from __future__ import annotations
 

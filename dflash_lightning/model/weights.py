@@ -1,4 +1,4 @@
-"""What the weights of a drafter must be: plain finite numbers, and not the codes of a quantised file."""
+"""Checks that the weights of a drafter are finite floating point numbers, and not the codes of a quantised file."""
 
 from __future__ import annotations
 

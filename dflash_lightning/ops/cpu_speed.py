@@ -28,7 +28,7 @@ def bfloat16_is_fast() -> bool:
 def bfloat16_ratio() -> float:
     """Seconds of a product in bfloat16 over those in float32.
 
-    Measured once per process, in some hundredths of a second (half a second where it is imitated). It draws no random numbers.
+    Measured once per process, within half a second. It draws no random numbers.
     """
     return _seconds(torch.bfloat16) / _seconds(torch.float32)
 

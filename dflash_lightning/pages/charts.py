@@ -140,7 +140,7 @@ def parts_chart(
     ticks = ticks_of(sums, zero=True)
     left, height = 112.0, 30 + BAR_ROW * len(rows) + 36
     x = Scale(0.0, ticks[-1], left, WIDTH - 62)
-    frame = Frame(x, Scale(0.0, 1.0, height - 40, 8), height=height)
+    frame = Frame(x, Scale(0.0, 1.0, height - 40.0, 8.0), height=height)
     parts = [tag("line", x1=x(t), x2=x(t), y1=8, y2=height - 40, class_="grid") for t in ticks]
     parts += frame.axes(with_text(ticks), [], x_label=x_label)
     for i, (row, total) in enumerate(zip(rows, sums, strict=True)):

@@ -43,7 +43,7 @@ def whisker_chart(
     ticks = ticks_of([*seen, *([] if reference is None else [reference])])
     height, left = _ROW * len(rows) + 52, 136.0
     x = Scale(ticks[0], ticks[-1], left, WIDTH - 16)
-    frame = Frame(x, Scale(0.0, 1.0, height - 40, 8), height=height)
+    frame = Frame(x, Scale(0.0, 1.0, height - 40.0, 8.0), height=height)
     parts = [tag("line", x1=x(t), x2=x(t), y1=8, y2=height - 40, class_="grid") for t in ticks]
     parts += frame.axes(with_text(ticks), [], x_label=x_label)
     if reference is not None:
@@ -91,7 +91,7 @@ def scatter_chart(title: str, points: Sequence[Point], *, x_label: str, y_label:
     x_ticks = ticks_of([point.x for point in points])
     frame = frame_for((x_ticks[0], x_ticks[-1]), y_ticks)
     parts = frame.axes(with_text(x_ticks), with_text(y_ticks), x_label=x_label, y_label=y_label)
-    taken = [_box(frame.x(point.x) - 5, frame.y(point.y) - 5, 10, 10) for point in points]
+    taken = [_box(frame.x(point.x) - 5, frame.y(point.y) - 5, 10.0, 10.0) for point in points]
     for point in points:
         at = frame.x(point.x), frame.y(point.y)
         told = tag("title", f"{point.name}: {figures(point.y)} {y_label}, {figures(point.x)} {x_label}")
@@ -117,7 +117,7 @@ def _name_beside(name: str, at: tuple[float, float], taken: list[_Box], frame: F
         *((x - width / 2, y - 19), (x - width / 2, y + 7)),
         *((x + 6, y - 16), (x + 6, y + 5), (x - 6 - width, y - 16), (x - 6 - width, y + 5)),
     ):
-        box = _box(left, top, width, 12)
+        box = _box(left, top, width, 12.0)
         inside = box[0] >= frame.x.start and box[2] <= WIDTH and box[1] >= 14 and box[3] <= HEIGHT - 38
         if inside and not any(_touch(box, other) for other in taken):
             taken.append(box)

@@ -38,7 +38,7 @@ def _visible(text: str) -> str:
     return "".join(c if c >= " " or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
-def tag(name: str, *children: Child, **attributes: str | float | None) -> Html:
+def tag(name: str, *children: Child, **attributes: str | int | float | None) -> Html:
     """An element. Of an attribute's name, ``_`` is read as ``-`` and one at the end is dropped: ``class_``.
 
     Numbers are written with two decimals at most; an attribute of null is left out.
@@ -51,5 +51,5 @@ def tag(name: str, *children: Child, **attributes: str | float | None) -> Html:
     return Html(f"<{name}{written}>{join(*children)}</{name}>")
 
 
-def _value(value: str | float) -> str:
+def _value(value: str | int | float) -> str:
     return value if isinstance(value, str) else f"{value:.2f}".rstrip("0").rstrip(".")

@@ -24,13 +24,13 @@ def known(value: Any) -> float | None:
     return float(value)
 
 
-def fixed(value: float, digits: int = 2, *, signed: bool = False) -> str:
+def fixed(value: int | float, digits: int = 2, *, signed: bool = False) -> str:
     """``3.14``, with a true minus sign; ``signed`` writes a plus sign too."""
     text = f"{value:+.{digits}f}" if signed else f"{value:.{digits}f}"
     return text.replace("-", MINUS)
 
 
-def figures(value: float, count: int = 3) -> str:
+def figures(value: int | float, count: int = 3) -> str:
     """``value`` with about ``count`` significant figures and no exponent: 0.0123, 1.23, 123, 12345."""
     if value == 0.0:
         return "0"
@@ -38,7 +38,7 @@ def figures(value: float, count: int = 3) -> str:
     return fixed(value, min(digits, 6))
 
 
-def short(value: float) -> str:
+def short(value: int | float) -> str:
     """``1234567`` as ``1.23 M``."""
     for size, unit in _UNITS:
         if abs(value) >= size:
@@ -46,7 +46,7 @@ def short(value: float) -> str:
     return figures(value)
 
 
-def percent(value: float) -> str:
+def percent(value: int | float) -> str:
     """A share of 1 as per cent: 4.5 %."""
     return f"{100 * value:.{0 if value in (0.0, 1.0) else 1}f} %"
 

@@ -94,7 +94,7 @@ def frame_for(x_range: tuple[float, float], y_ticks: Sequence[float], *, inset: 
     low, high = x_range if x_range[1] > x_range[0] else (x_range[0] - 0.5, x_range[0] + 0.5)
     margin = (high - low) * inset / (WIDTH - 10 - left - 2 * inset)
     x = Scale(low - margin, high + margin, left, WIDTH - 10)
-    return Frame(x, Scale(y_ticks[0], y_ticks[-1], HEIGHT - 40, 24))
+    return Frame(x, Scale(y_ticks[0], y_ticks[-1], HEIGHT - 40.0, 24.0))
 
 
 def with_text(values: Sequence[float]) -> list[tuple[float, str]]:

@@ -18,7 +18,7 @@ from dflash_lightning.recipe.drafting import drafting_faults
 from dflash_lightning.recipe.faults import Fault, RecipeError
 from dflash_lightning.recipe.make import make, make_target
 from dflash_lightning.recipe.precision import settle_precision
-from dflash_lightning.recipe.target import target_faults
+from dflash_lightning.recipe.target import part_faults, target_faults
 from dflash_lightning.recipe.tree import plain_tree
 from dflash_lightning.target import FrozenTarget
 
@@ -35,12 +35,15 @@ class Parts:
 
 def list_faults(cfg: DictConfig) -> list[Fault]:
     """Everything that is wrong with a recipe; imports the classes it names, loads no weights, writes nothing."""
-    faults = find_faults(cfg, by_import)
+    open_values: list[Fault] = []
+    tree = plain_tree(cfg, open_values)
+    faults = find_faults(tree, open_values, by_import)
     wrong = {fault.where.partition(".")[0] for fault in faults}
-    if not wrong & {"target", "block", "conditioning", "drafter", "head", "loss", "init_from", "draft_vocabulary"}:
-        faults += target_faults(plain_tree(cfg, []))
+    if not wrong & {"block", "conditioning", "drafter", "head", "loss", "init_from", "draft_vocabulary"}:
+        faults += part_faults(tree)
+        faults += [] if "target" in wrong else target_faults(tree)
     if not wrong & {"block", "head"}:
-        faults += drafting_faults(plain_tree(cfg, []), wrong)
+        faults += drafting_faults(tree, wrong)
     return list(dict.fromkeys(faults))
 
 

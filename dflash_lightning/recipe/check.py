@@ -8,6 +8,7 @@ target's configuration tells.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
@@ -15,18 +16,20 @@ from typing import Any, get_args
 
 from omegaconf import DictConfig
 
-from dflash_lightning.recipe.arguments import Reader, from_source
+from dflash_lightning.data.settings import check_data
+from dflash_lightning.recipe.arguments import Reader, from_source, source_defaults
 from dflash_lightning.recipe.evaluation import EXPECTED_PREFIX, is_measured
 from dflash_lightning.recipe.faults import Fault, hint_for
 from dflash_lightning.recipe.files import file_faults
 from dflash_lightning.recipe.hints import hints_of
-from dflash_lightning.recipe.nodes import NodeChecker, class_of
+from dflash_lightning.recipe.nodes import NodeChecker, class_of, faults_of
 from dflash_lightning.recipe.ranges import range_faults
 from dflash_lightning.recipe.renamed import renamed_faults
 from dflash_lightning.recipe.trainer import trainer_faults
 from dflash_lightning.recipe.tree import mapping_at, plain_tree
 
 _MODULE = "dflash_lightning.module.DraftModule"
+_DRAFT_DATA = "dflash_lightning.data.DraftData"
 _MEASURE = "dflash_lightning.bench.Measure"
 # The base classes of groups that are no arguments of the module, and of the callbacks.
 _DATA, _TRAINER, _CALLBACK = (f"lightning.pytorch.{name}" for name in ("LightningDataModule", "Trainer", "Callback"))
@@ -53,14 +56,16 @@ _OPTIONAL = {"logger", "measure"}
 
 def early_faults(cfg: DictConfig) -> list[Fault]:
     """What is wrong with a recipe as far as text tells, without importing what it names."""
-    return find_faults(cfg, from_source)
-
-
-def find_faults(cfg: DictConfig, read: Reader) -> list[Fault]:
-    """What is wrong with a recipe in itself; ``read`` says what each ``_target_`` takes."""
     faults: list[Fault] = []
-    tree = plain_tree(cfg, faults)
-    faults += _check_tree(tree, read)
+    return find_faults(plain_tree(cfg, faults), faults, from_source)
+
+
+def find_faults(tree: dict[str, Any], open_values: list[Fault], read: Reader) -> list[Fault]:
+    """What is wrong with a recipe in itself; ``tree`` and ``open_values`` are what ``plain_tree`` makes of it.
+
+    ``read`` says what each ``_target_`` takes.
+    """
+    faults = [*open_values, *_check_tree(tree, read)]
     renamed = list(renamed_faults(tree))
     faults = [fault for fault in faults if fault.where not in {new.where for new in renamed}] + renamed
     known = {fault.where for fault in faults}
@@ -97,7 +102,18 @@ def _check_tree(tree: dict[str, Any], read: Reader) -> Iterator[Fault]:
     yield from _check_monitors(tree.get("callbacks"))
     yield from _check_logger(tree.get("logger"))
     yield from trainer_faults(tree.get("trainer"))
+    yield from _check_data(mapping_at(tree, "data"))
     yield from file_faults(tree)
+
+
+def _check_data(node: dict[str, Any]) -> Iterator[Fault]:
+    """Settings of ``DraftData`` that do not go together, which it would say only after the target is loaded."""
+    if node.get("_target_") != _DRAFT_DATA:
+        return
+    settings = {**source_defaults(_DRAFT_DATA), **node}
+    asked = {name: settings[name] for name in inspect.signature(check_data).parameters}
+    if isinstance(asked["max_length"], int) and isinstance(asked["row_tokens"], int | None):
+        yield from faults_of(lambda: check_data(**asked), "data")
 
 
 def _check_monitors(callbacks: Any) -> Iterator[Fault]:

@@ -8,11 +8,13 @@ import functools
 import shutil
 import tempfile
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 import yaml
 from hydra import compose, initialize_config_dir
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
@@ -26,6 +28,7 @@ from dflash_lightning.recipe.folders import (
     recipe_names,
     recipes_folder,
 )
+from dflash_lightning.recipe.renamed import renamed_option
 
 _PRIMARY = "dflash_lightning_primary_recipe"  # no configuration of Hydra or of a plugin has this name
 
@@ -42,22 +45,34 @@ def compose_file(file: Path, overrides: Sequence[str]) -> DictConfig:
     """The tree of a recipe file. ``_self_`` is the last of its ``defaults`` where it is not named.
 
     A command asks for a shipped recipe several times, and composing takes a tenth of a second. The tree of a shipped
-    recipe is therefore kept for the same overrides, until a shipped file changes. Every caller gets a copy.
+    recipe is therefore kept for the same options, until a shipped file changes. Every caller gets a copy, to which the
+    overrides of single values are applied by Hydra's own function.
 
     Raises:
         CannotCompose: a file or option that is not there, or that cannot be read or merged.
     """
     shipped = recipes_folder().resolve()
     try:
-        if file.resolve().is_relative_to(shipped) and not any("${" in word for word in overrides):
-            return copy.deepcopy(_kept(file, tuple(overrides), _state_of(shipped)))
-        return _compose(file, overrides)
+        if not file.resolve().is_relative_to(shipped) or any("${" in word for word in overrides):
+            return _compose(file, overrides)
+        groups = group_options(shipped)
+        options = tuple(word for word in overrides if _chooses(word, groups))
+        cfg = copy.deepcopy(_kept(file, options, _state_of(shipped)))
+        values = OverridesParser.create().parse_overrides([word for word in overrides if word not in options])
+        ConfigLoaderImpl._apply_overrides_to_config(values, cfg)
+        return cfg
     except RecursionError:
         raise CannotCompose([*_circular(file)]) from None
     except MissingConfigException as error:
         raise CannotCompose([_missing(file, str(error.missing_cfg_file))]) from error
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
         raise CannotCompose([_refusal(file, str(error))]) from error
+
+
+def _chooses(word: str, groups: Collection[str]) -> bool:
+    """Whether an override chooses an option of a group, and does not set a value."""
+    key = word.lstrip("+~").partition("=")[0]
+    return key in groups or "/" in key or "@" in key
 
 
 @functools.lru_cache(maxsize=64)
@@ -101,7 +116,7 @@ def _missing(file: Path, name: str) -> Fault:
     if group:
         known = group_options(*folders_of(file)).get(group, [])
         where = folder_words(file, f"{group}/")
-        do = misplaced(file, group, option) or hint_for(option, known)
+        do = renamed_option(group, option) or misplaced(file, group, option) or hint_for(option, known)
         return Fault(str(file), f"no option {group}={option} lies in {where}", do)
     known = [*recipe_names(), *(path.stem for path in file.parent.glob("*.yaml") if path != file)]
     return Fault(

@@ -35,7 +35,8 @@ def drafting_faults(tree: dict[str, Any], wrong: Collection[str]) -> Iterator[Fa
             settings = make(node)
             if not isinstance(settings, DecodingSettings):
                 continue
-            for fault in faults_of(partial(check_signals, settings.strategies["policy"], head.signals), where):
+            parts = settings.strategies["policy"], settings.strategies["builder"]
+            for fault in faults_of(partial(check_signals, *parts, head), where):
                 yield Fault(fault.where.replace("decoding", where, 1), fault.what, fault.do)
             fed = settings.block_size
             if fed is not None and isinstance(trained, int) and fed > trained and not settings.untrained_slots:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from difflib import get_close_matches
 
-from dflash_lightning.errors import SettingError
+from dflash_lightning.errors import SettingError, close_match, ended, hint_for
+
+__all__ = ["Fault", "RecipeError", "close_match", "fault_of", "hint_for"]
 
 # Settings without a group, and whole groups, that a message may name.
 _TOP_LEVEL = ("init_from", "draft_vocabulary", "seed", "loss", "block", "conditioning", "drafter", "head")
@@ -22,7 +22,7 @@ class Fault:
     do: str
 
     def __str__(self) -> str:
-        return f"{self.where}: {self.what}. {self.do[:1].upper()}{self.do[1:]}."
+        return ended(f"{self.where}: {self.what}. {self.do[:1].upper()}{self.do[1:]}")
 
 
 class RecipeError(ValueError):
@@ -32,19 +32,6 @@ class RecipeError(ValueError):
         count = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
         super().__init__("\n".join([f"{count} in {recipe}:", *(f"  - {fault}" for fault in faults)]))
         self.faults = faults
-
-
-def hint_for(name: str, known: Iterable[str]) -> str:
-    """``did you mean 'lr'? allowed: ...``"""
-    known = sorted(known)
-    near = get_close_matches(name, known, n=1, cutoff=0.5)
-    guess = f"Did you mean {near[0]!r}? " if near else ""
-    return f"{guess}Allowed: {', '.join(known) if known else 'nothing'}"
-
-
-def close_match(name: str, known: Iterable[str]) -> str | None:
-    """The known name that ``name`` is most likely a slip of the pen for; null where none is near."""
-    return next(iter(get_close_matches(name, sorted(known), n=1)), None)
 
 
 def fault_of(error: ValueError, where: str) -> Fault:

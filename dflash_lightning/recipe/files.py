@@ -19,7 +19,8 @@ from dflash_lightning.target.place import locate
 
 # Keys that hold file names and sources: they are looked up from the working folder before anything is loaded.
 _FILES, _SOURCES = ("callbacks.*.prompts", "callbacks.*.rows", "callbacks.*.rows.*"), "data.train"
-_MEASURED = ("measure.prompts.*",)  # read once the run is finished: no part of its record
+# Read once the run is finished: no part of its record.
+_MEASURED = ("measure.prompts.*", "measure.expected.*", "measure.expected.*.*")
 
 
 def data_files(cfg: DictConfig) -> dict[str, Path]:
@@ -27,7 +28,7 @@ def data_files(cfg: DictConfig) -> dict[str, Path]:
 
     A pattern or a saved data set is every file behind it; a data set of the hub, which its revision pins, is none.
     """
-    tree = OmegaConf.to_container(cfg, resolve=True)
+    tree: Any = OmegaConf.to_container(cfg, resolve=True)
     files = {where: find_file(name, setting=where) for where, name in _named(tree)}
     for where, value in select(tree, _SOURCES):
         for at, source in _sources(value, where):
@@ -49,7 +50,7 @@ def file_faults(tree: dict[str, Any]) -> Iterator[Fault]:
         yield from faults_of(partial(locate, source), "target.source")
 
 
-def _named(tree: dict[str, Any], patterns: tuple[str, ...] = _FILES) -> Iterator[tuple[str, str]]:
+def _named(tree: Any, patterns: tuple[str, ...] = _FILES) -> Iterator[tuple[str, str]]:
     """Single files by the key that names them."""
     for pattern in patterns:
         yield from ((where, name) for where, name in select(tree, pattern) if isinstance(name, str))

@@ -15,6 +15,7 @@ from dflash_lightning.recipe.faults import Fault, fault_of, hint_for
 from dflash_lightning.recipe.hints import advice, describe, fits, is_settings_class
 from dflash_lightning.recipe.make import make
 from dflash_lightning.recipe.tree import UNKNOWN, holds_unknown
+from dflash_lightning.recipe.words import DECODING
 
 # What the framework passes itself: a recipe that sets it would be ignored.
 _SUPPLIED = {"data": {"target"}, "trainer": {"callbacks"}}
@@ -105,8 +106,7 @@ class NodeChecker:
             return
         own = list(self._arguments(node, arguments, where))
         yield from own
-        cheap = self.read is by_import and where.partition(".")[0] in _CHEAP
-        if cheap and not own and not holds_unknown(node):
+        if self.read is by_import and _is_cheap(where) and not own and not holds_unknown(node):
             for fault in faults_of(lambda: make(node), where):
                 yield replace(fault, where=_in_its_part(fault.where, where))
 
@@ -128,10 +128,17 @@ class NodeChecker:
             yield Fault(f"{where}.{key}", f"required by {node['_target_']}", f"Set {where}.{key} ({words})")
 
 
+def _is_cheap(where: str) -> bool:
+    """Whether a node is made to see what its class says: a part of a cheap group, or what a callback decodes with."""
+    group, _, rest = where.partition(".")
+    return group in _CHEAP or (group == "callbacks" and rest.endswith(f".{DECODING}"))
+
+
 def _in_its_part(said: str, where: str) -> str:
     """A setting as a recipe writes it: one of several parts of a group does not know its own name there."""
-    group = f"{where.partition('.')[0]}."
-    return said if said.startswith(where) or not said.startswith(group) else f"{where}.{said.removeprefix(group)}"
+    groups = (where.partition(".")[0], where.rpartition(".")[2])
+    own = next((said.removeprefix(f"{group}.") for group in groups if said.startswith(f"{group}.")), None)
+    return said if said.startswith(where) or own is None else f"{where}.{own}"
 
 
 def _classes(hint: Any) -> tuple[type, ...]:

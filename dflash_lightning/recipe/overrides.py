@@ -12,6 +12,7 @@ from hydra.errors import HydraException
 
 from dflash_lightning.recipe.faults import Fault, hint_for
 from dflash_lightning.recipe.folders import folder_words, folders_of, group_options, misplaced, recipes_folder
+from dflash_lightning.recipe.renamed import renamed_option
 
 # Any value of this group that is no option is a model's path, hub id or GGUF file: "target=Qwen/Qwen3-4B".
 TARGET, _CUSTOM = "target", "custom"
@@ -92,7 +93,8 @@ class Overrides:
         for name in value if isinstance(value, list) else [value]:
             if isinstance(name, str) and override.type is not OverrideType.DEL and name not in known:
                 place = folder_words(self.file, f"{group}/")
-                do = misplaced(self.file, group, name) or f"{hint_for(name, known)}{self._own()}"
+                do = renamed_option(group, name) or misplaced(self.file, group, name)
+                do = do or f"{hint_for(name, known)}{self._own()}"
                 yield Fault(f"{group}={name}", f"no such option in {place}", do)
 
     def _own(self) -> str:

@@ -18,6 +18,14 @@ REVALUED: dict[str, dict[str, str | None]] = {
     "decoding.verifier": {"auto": None, "greedy": None},
     "callbacks.*.decoding.verifier": {"auto": None, "greedy": None},
 }
+# Options that have another name, by group.
+RENAMED_OPTIONS = {"loss": {"total_variation": "tv"}}
+
+
+def renamed_option(group: str, name: str) -> str | None:
+    """Today's name of an option, as an advice; null where it never had another one."""
+    new = RENAMED_OPTIONS.get(group, {}).get(name)
+    return None if new is None else f"It is called {new} now: write {group}={new}"
 
 
 def renamed_faults(tree: dict[str, Any]) -> Iterator[Fault]:

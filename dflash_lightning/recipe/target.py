@@ -1,4 +1,4 @@
-"""Faults between a recipe and its target that the target's configuration tells, before any weight is loaded."""
+"""Faults between the parts of a recipe, and between them and its target, found before any weight is loaded."""
 
 from __future__ import annotations
 
@@ -22,18 +22,11 @@ _PARTS = ("block", "conditioning", "drafter", "head")
 _LOADED_BY = f"{load_target.__module__}.{load_target.__name__}"
 
 
-def target_faults(tree: dict[str, Any], *, local: bool = True) -> Iterator[Fault]:
-    """Parts that do not go together; layers, vocabulary, positions and geometry that the target does not have.
-
-    Nothing of the latter where the target cannot be read yet. ``tree`` holds plain values, and its parts have no faults
-    of their own. ``local`` asks the hub for nothing.
-    """
-    node = mapping_at(tree, "target")
-    if holds_unknown([tree.get(part) for part in (*_PARTS, "loss", "init_from")]):
+def part_faults(tree: dict[str, Any]) -> Iterator[Fault]:
+    """Parts that do not go together, whatever the target is. ``tree`` holds values without faults of their own."""
+    plan = _plan(tree)
+    if plan is None:
         return
-    made: dict[str, Any] = {part: make(tree[part]) for part in _PARTS}
-    made |= {key: tree.get(key) for key in ("draft_vocabulary", "init_from")}
-    plan = DraftPlan(**made)
     yield from faults_of(plan.check_parts, "block")
     terms = {name: make(node) for name, node in mapping_at(tree, "loss").items()}
     yield from faults_of(partial(check_signals, terms, plan.head), "loss")
@@ -42,7 +35,15 @@ def target_faults(tree: dict[str, Any], *, local: bool = True) -> Iterator[Fault
     accumulated = mapping_at(tree, "trainer").get("accumulate_grad_batches")
     if isinstance(accumulated, int):
         yield from faults_of(partial(check_accumulation, plan.conditioning, accumulated), "trainer")
-    if holds_unknown(node) or not _is_usual(node):
+
+
+def target_faults(tree: dict[str, Any], *, local: bool = True) -> Iterator[Fault]:
+    """Layers, vocabulary, positions and geometry that the target does not have; none where it cannot be read yet.
+
+    ``tree`` holds plain values, and its parts have no faults of their own. ``local`` asks the hub for nothing.
+    """
+    node, plan = mapping_at(tree, "target"), _plan(tree)
+    if plan is None or holds_unknown(node) or not _is_usual(node):
         return
     known = {key: node[key] for key in ("revision", "trust_remote_code") if key in node}
     try:
@@ -52,8 +53,17 @@ def target_faults(tree: dict[str, Any], *, local: bool = True) -> Iterator[Fault
         return
     if found is None:
         return
-    yield from _part_faults(plan, found)
+    yield from _fit_faults(plan, found)
     yield from _length_faults(tree, plan, found)
+
+
+def _plan(tree: dict[str, Any]) -> DraftPlan | None:
+    """The drafter that a recipe describes; null where some of its parts are open."""
+    if holds_unknown([tree.get(part) for part in (*_PARTS, "loss", "init_from")]):
+        return None
+    made: dict[str, Any] = {part: make(tree[part]) for part in _PARTS}
+    made |= {key: tree.get(key) for key in ("draft_vocabulary", "init_from")}
+    return DraftPlan(**made)
 
 
 def _is_usual(node: dict[str, Any]) -> bool:
@@ -66,7 +76,7 @@ def _is_usual(node: dict[str, Any]) -> bool:
     return path == _LOADED_BY and isinstance(node.get("source"), str)
 
 
-def _part_faults(plan: DraftPlan, found: TargetPreview) -> Iterator[Fault]:
+def _fit_faults(plan: DraftPlan, found: TargetPreview) -> Iterator[Fault]:
     seen: set[str] = set()
     for check in plan.checks(found.facts, found.decoder_layer_state):
         for fault in faults_of(check, "target"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -15,6 +14,7 @@ from dflash_lightning.decoding import DecodingSettings, Generation, SpeculativeD
 from dflash_lightning.decoding.verifier import MatchVerifier, Verifier
 from dflash_lightning.errors import SettingError
 from dflash_lightning.model import DraftModel
+from dflash_lightning.ops.clock import Spent
 from dflash_lightning.regenerate.draft_trial import TRIAL_ROWS, DraftTrial, run_trial
 from dflash_lightning.regenerate.prompt_script import Failure, Script
 from dflash_lightning.regenerate.row_log import Row
@@ -124,7 +124,7 @@ class Answering:
 
     With a ``draft`` decoding is speculative, if that measures faster on the first rows (``trial`` says how it went).
     The answers are the same either way: drafts stand where they match what plain decoding draws (``by_equality``).
-    ``failures`` collects what could not be answered at all; ``new_tokens`` were decoded in ``seconds``. ``say`` hears
+    ``failures`` collects what could not be answered at all; ``new_tokens`` were decoded in ``spent``. ``say`` hears
     what is worth a line, ``on_tokens`` how many tokens have just been decoded.
     """
 
@@ -137,7 +137,7 @@ class Answering:
     failures: list[Failure] = field(default_factory=list)
     trial: DraftTrial | None = None
     new_tokens: int = 0
-    seconds: float = 0.0
+    spent: Spent = field(default_factory=Spent)
     _waiting: list[tuple[int, int, Conversation]] = field(default_factory=list)  # a heap
     _decoders: dict[bool, SpeculativeDecoder] = field(default_factory=dict)  # drafted or not
 
@@ -188,16 +188,15 @@ class Answering:
     def _decode(self, batch: list[Conversation]) -> list[Generation]:
         length = max(len(conversation.input_ids) for conversation in batch) + self.decoding.max_new_tokens
         decoder = self._decoder(self.trial is not None and self.trial.use_draft and self._reaches(length), length)
-        begin = time.perf_counter()
-        result = decoder.decode(
-            [conversation.input_ids for conversation in batch],
-            max_new_tokens=self.decoding.max_new_tokens,
-            stop_ids=self.target.stop_ids,
-            # Randomness is keyed by request and position: a row's answer does not depend on its batch or on a resume.
-            request_ids=[conversation.script.row for conversation in batch],
-            on_round=lambda request, tokens, drafted: self.on_tokens(len(tokens)),
-        )
-        self.seconds += time.perf_counter() - begin
+        with self.spent.timed():
+            result = decoder.decode(
+                [conversation.input_ids for conversation in batch],
+                max_new_tokens=self.decoding.max_new_tokens,
+                stop_ids=self.target.stop_ids,
+                # Randomness is keyed by request and position: an answer does not depend on its batch or on a resume.
+                request_ids=[conversation.script.row for conversation in batch],
+                on_round=lambda request, tokens, drafted: self.on_tokens(len(tokens)),
+            )
         self.new_tokens += sum(len(generation.output_ids) for generation in result.generations)
         return result.generations
 

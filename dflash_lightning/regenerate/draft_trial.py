@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from dflash_lightning.decoding import SpeculativeDecoder
+from dflash_lightning.ops.clock import Spent
 
 TRIAL_ROWS = 4  # at least so many prompts: one alone says little about how well drafts are accepted
 _TRIAL_TOKENS = 32  # of each answer
@@ -50,7 +50,7 @@ def run_trial(
     """
     batch_size, new_tokens = plain.batch_size, min(max_new_tokens, _TRIAL_TOKENS)
     decoders = {"plain": plain, "drafted": drafted}
-    seconds = dict.fromkeys(decoders, 0.0)
+    spent = {name: Spent() for name in decoders}
     tokens = dict.fromkeys(decoders, 0)
     committed = rounds = 0
     for decoder in decoders.values():
@@ -58,14 +58,13 @@ def run_trial(
     for number, begin in enumerate(range(0, len(prompts), batch_size)):
         names = list(decoders) if number % 2 == 0 else list(reversed(decoders))
         for name in names:
-            start = time.perf_counter()
-            result = decoders[name].decode(
-                prompts[begin : begin + batch_size],
-                max_new_tokens=new_tokens,
-                stop_ids=stop_ids,
-                request_ids=range(begin, min(begin + batch_size, len(prompts))),
-            )
-            seconds[name] += time.perf_counter() - start
+            with spent[name].timed():
+                result = decoders[name].decode(
+                    prompts[begin : begin + batch_size],
+                    max_new_tokens=new_tokens,
+                    stop_ids=stop_ids,
+                    request_ids=range(begin, min(begin + batch_size, len(prompts))),
+                )
             tokens[name] += sum(len(generation.output_ids) for generation in result.generations)
             if name == "drafted":
                 committed += sum(sum(generation.committed) for generation in result.generations)
@@ -73,7 +72,7 @@ def run_trial(
     return DraftTrial(
         rows=len(prompts),
         batch_size=batch_size,
-        plain_tokens_per_s=tokens["plain"] / seconds["plain"],
-        drafted_tokens_per_s=tokens["drafted"] / seconds["drafted"],
+        plain_tokens_per_s=tokens["plain"] / spent["plain"].wall,
+        drafted_tokens_per_s=tokens["drafted"] / spent["drafted"].wall,
         tau=committed / max(1, rounds),
     )

@@ -141,7 +141,7 @@ def regenerate(
         outcome = {"complete": True, "counts": asdict(counts), "draft": trial}
         write_atomic(meta_path(out), _dump({**outcome, **header}))
         log.remove()
-    return RegenerateReport(out, counts, resumed, answering.new_tokens, answering.seconds, answering.trial)
+    return RegenerateReport(out, counts, resumed, answering.new_tokens, answering.spent.wall, answering.trial)
 
 
 # -- results ----------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from dflash_lightning.errors import SettingError
 from dflash_lightning.ops.ancestry import ancestors_or_self
 from dflash_lightning.ops.plain_mode import plain_mode
 from dflash_lightning.ops.prepacked_linear import prepack_linears
@@ -168,11 +169,13 @@ class TargetAdapter:
             ValueError: the logits of a tree are not those of its paths. Names the family and what to use instead.
         """
         if not self.trees:
-            raise ValueError(
-                f"target: {self.facts.name} (family {self.facts.model_type!r}) cannot judge token trees: the logits of "
-                "a tree are not those of plain forwards over its paths (relative difference "
-                f"{self._tree_error:.1e}, allowed {self.target.tolerance:.0e}). Use a builder of chains "
-                f"(decoding.builder), or a target of a verified family: {', '.join(VERIFIED_FAMILIES)}."
+            raise SettingError(
+                "target",
+                f"{self.facts.name} (family {self.facts.model_type!r}) cannot judge token trees: the logits of a "
+                "tree are not those of plain forwards over its paths (relative difference "
+                f"{self._tree_error:.1e}, allowed {self.target.tolerance:.0e})",
+                do="Use a builder of chains (decoding.builder), or a target of a verified family: "
+                f"{', '.join(VERIFIED_FAMILIES)}",
             )
 
     def _try_tree(self) -> float:

@@ -17,6 +17,7 @@ from typing import Any
 from safetensors import SafetensorError
 from transformers import PretrainedConfig, PreTrainedModel
 
+from dflash_lightning.errors import SettingError
 from dflash_lightning.target.checkpoint_files import IGNORED, list_names
 from dflash_lightning.target.families import setting
 
@@ -56,12 +57,15 @@ def load_model(load: Callable[..., Any], config: PretrainedConfig, name: str) ->
         with _collecting_reports(reports):
             model, info = load(output_loading_info=True, ignore_mismatched_sizes=True)
     except ImportError as error:
-        raise ValueError(f"target: {name} needs a package that is not installed here. {_first_line(error)}") from error
+        raise SettingError(
+            "target", f"{name} needs a package that is not installed here", do=_first_line(error)
+        ) from error
     except _FAILURES as error:
         detail = _failed_conversions(reports) or f"{type(error).__name__}: {_first_line(error)}"
-        raise ValueError(
-            f"target: the model at {name} cannot be loaded ({detail}). Its config.json and its weights do not fit "
-            "together, or a file is damaged. Copy or download it again."
+        raise SettingError(
+            "target",
+            f"the model at {name} cannot be loaded ({detail})",
+            do="Its config.json and its weights do not fit together, or a file is damaged. Copy or download it again",
         ) from error
     _check_tensors(config, info, name)
     return model
@@ -108,9 +112,11 @@ def _check_tensors(config: PretrainedConfig, info: Mapping[str, Any], name: str)
     faults = {"missing": missing, "unexpected": unexpected, "of another shape": shapes}
     if any(faults.values()):
         stated = "; ".join(f"{kind}: {list_names(found)}" for kind, found in faults.items() if found)
-        raise ValueError(
-            f"target: the weights of {name} are not those of the model that its configuration describes. {stated}. "
-            f"{_explanation(config, missing, unexpected)}Nothing is filled in at random: correct the checkpoint."
+        raise SettingError(
+            "target",
+            f"the weights of {name} are not those of the model that its configuration describes",
+            do=f"{stated}. {_explanation(config, missing, unexpected)}Nothing is filled in at random: correct the "
+            "checkpoint",
         )
     if others:
         parts = sorted({key.removeprefix("model.").split(".")[0] for key in others})

@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import PretrainedConfig
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
+from dflash_lightning.errors import SettingError
 from dflash_lightning.target.families import POSITIONS, setting
 
 _LFS = b"version https://git-lfs"
@@ -68,15 +69,17 @@ def check_config(config: PretrainedConfig, name: str) -> None:
     """
     for key in POSITIONS:
         if isinstance(positions := setting(config, key), int) and positions < 1:
-            raise ValueError(
-                f"target: config.json of {name} states {key} {positions}, so no token has a place. Correct it: the "
-                "number is the longest text that the model was made for."
+            raise SettingError(
+                "target",
+                f"config.json of {name} states {key} {positions}, so no token has a place",
+                do="Correct it: the number is the longest text that the model was made for",
             )
     rows, pad = setting(config, "vocab_size"), setting(config, "pad_token_id")
     if isinstance(rows, int) and isinstance(pad, int) and pad >= rows:
-        raise ValueError(
-            f"target: config.json of {name} names pad_token_id {pad}, but its vocabulary has {rows} rows "
-            f"(0..{rows - 1}). Correct it, or set it to null."
+        raise SettingError(
+            "target",
+            f"config.json of {name} names pad_token_id {pad}, but its vocabulary has {rows} rows (0..{rows - 1})",
+            do="Correct it, or set it to null",
         )
 
 
@@ -94,14 +97,17 @@ def check_packages(config: PretrainedConfig, name: str) -> None:
     if settings.get("load_in_4bit") or settings.get("load_in_8bit"):
         method = "bitsandbytes"
     if method not in {*AUTO_QUANTIZER_MAPPING, *_PACKAGES}:
-        raise ValueError(
-            f"target: {name} is quantised by a method that cannot be read here (quantization_config.quant_method is "
-            f"{method!r}). Use the checkpoint that it was made from, or a method of: {', '.join(sorted(_PACKAGES))}."
+        raise SettingError(
+            "target",
+            f"{name} is quantised by a method that cannot be read here (quantization_config.quant_method is "
+            f"{method!r})",
+            do=f"Use the checkpoint that it was made from, or a method of: {', '.join(sorted(_PACKAGES))}",
         )
     if missing := [package for package in _PACKAGES.get(method, ()) if not _is_installed(package)]:
-        raise ValueError(
-            f"target: {name} is quantised ({method}), and reading it needs {' and '.join(missing)}. "
-            f"Run: pip install {' '.join(missing)} (or use the checkpoint that it was made from)"
+        raise SettingError(
+            "target",
+            f"{name} is quantised ({method}), and reading it needs {' and '.join(missing)}",
+            do=f"Run: pip install {' '.join(missing)} (or use the checkpoint that it was made from)",
         )
 
 
@@ -114,10 +120,11 @@ def check_files(folder: Path, config: PretrainedConfig, name: str) -> None:
         ValueError: names every file at fault, or an adapter beside the model.
     """
     if (folder / _ADAPTER).is_file():
-        raise ValueError(
-            f"target: {folder} holds a model and an adapter ({_ADAPTER}). Whether the adapter is applied depends on "
-            "the packages installed. Call merge_and_unload() on the model and save the result, or move the adapter's "
-            "files out of the folder."
+        raise SettingError(
+            "target",
+            f"{folder} holds a model and an adapter ({_ADAPTER})",
+            do="Whether the adapter is applied depends on the packages installed. Call merge_and_unload() on the "
+            "model and save the result, or move the adapter's files out of the folder",
         )
     single = next((folder / file for file in _WEIGHTS if (folder / file).is_file()), None)
     indices = [folder / f"{file}.index.json" for file in _WEIGHTS]
@@ -127,7 +134,7 @@ def check_files(folder: Path, config: PretrainedConfig, name: str) -> None:
     shards = {} if index is None else _read_index(index)
     files = [single] if single is not None else [folder / file for file in sorted(set(shards.values()))]
     if faults := [f"{file} {fault}" for file in files if file is not None and (fault := _fault(file))]:
-        raise ValueError(f"target: weights of {name} cannot be read: {'; '.join(faults)}. {_AGAIN}")
+        raise SettingError("target", f"weights of {name} cannot be read: {'; '.join(faults)}", do=_AGAIN)
     held = {file.name: _header(file) for file in files if file is not None and file.suffix == ".safetensors"}
     if index is not None and held:
         _check_index(index, shards, held, setting(config, "tie_word_embeddings", default=False))
@@ -140,11 +147,11 @@ def _read_index(index: Path) -> dict[str, str]:
     try:
         shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"target: {index} is no index of weight files ({error}). {_AGAIN}") from error
+        raise SettingError("target", f"{index} is no index of weight files ({error})", do=_AGAIN) from error
     if not isinstance(shards, dict) or not shards:
-        raise ValueError(f"target: {index} names no weights (its weight_map is empty). {_AGAIN}")
+        raise SettingError("target", f"{index} names no weights (its weight_map is empty)", do=_AGAIN)
     if not all(isinstance(file, str) for file in shards.values()):
-        raise ValueError(f"target: {index} is no index of weight files (a file in it is no name). {_AGAIN}")
+        raise SettingError("target", f"{index} is no index of weight files (a file in it is no name)", do=_AGAIN)
     return shards
 
 
@@ -189,24 +196,27 @@ def _check_index(index: Path, shards: dict[str, str], held: Mapping[str, Mapping
     absent = sorted(name for name, file in shards.items() if name not in held.get(file, {}))
     if absent:
         where = ", ".join(sorted({shards[name] for name in absent}))
-        raise ValueError(
-            f"target: {index} names tensors that are not in their files ({where}): {list_names(absent)}. The files "
-            "are incomplete or of another version. Copy or download the folder again."
+        raise SettingError(
+            "target",
+            f"{index} names tensors that are not in their files ({where}): {list_names(absent)}",
+            do="The files are incomplete or of another version. Copy or download the folder again",
         )
     held_names = [name for tensors in held.values() for name in tensors]
     twice = sorted(name for name, count in Counter(held_names).items() if count > 1)
     if twice:
         where = ", ".join(sorted(file for file, tensors in held.items() if not tensors.keys().isdisjoint(twice)))
-        raise ValueError(
-            f"target: files of {index} hold tensors twice ({where}), and nobody knows which are meant: "
-            f"{list_names(twice)}. The files are of two versions. Copy or download the folder again."
+        raise SettingError(
+            "target",
+            f"files of {index} hold tensors twice ({where}), and nobody knows which are meant: {list_names(twice)}",
+            do="The files are of two versions. Copy or download the folder again",
         )
     unnamed = sorted(set(held_names) - shards.keys())
     unnamed = [name for name in unnamed if not IGNORED.search(name) and not (tied and name.startswith("lm_head."))]
     if unnamed:
-        raise ValueError(
-            f"target: {index} lacks tensors that its files hold: {list_names(unnamed)}. Programs that go by the index "
-            "would leave them out. Copy or download it again, or save the model anew."
+        raise SettingError(
+            "target",
+            f"{index} lacks tensors that its files hold: {list_names(unnamed)}",
+            do="Programs that go by the index would leave them out. Copy or download it again, or save the model anew",
         )
 
 
@@ -219,9 +229,11 @@ def _check_codes(held: Mapping[str, Mapping[str, tuple[str, int]]], folder: Path
         if dtype not in _NUMBERS and (dimensions > 1 or name.endswith("weight")) and not IGNORED.search(name)
     )
     if codes:
-        raise ValueError(
-            f"target: {folder} holds quantised weights, but its config.json has no quantization_config that says how "
-            f"to read them: {list_names(codes)}. Restore it, or use the checkpoint that it was made from."
+        raise SettingError(
+            "target",
+            f"{folder} holds quantised weights, but its config.json has no quantization_config that says how to "
+            f"read them: {list_names(codes)}",
+            do="Restore it, or use the checkpoint that it was made from",
         )
 
 

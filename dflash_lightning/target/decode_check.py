@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from dflash_lightning.errors import SettingError
 from dflash_lightning.target.adapter import TargetAdapter
 from dflash_lightning.target.families import VERIFIED_FAMILIES
 from dflash_lightning.target.frozen import FrozenTarget
@@ -33,8 +34,10 @@ def check_decoding(target: FrozenTarget) -> None:
     errors = [token_errors(logits[b], intact.logits[0, start - 1 : start + block]) for b, start in enumerate(starts)]
     error = max(typical_error(some, [slice(None)]) for some in errors)
     if not error <= target.tolerance:
-        raise ValueError(
-            f"target: decoding with {facts.name} (family {facts.model_type!r}) does not give the logits of its own "
+        raise SettingError(
+            "target",
+            f"decoding with {facts.name} (family {facts.model_type!r}) does not give the logits of its own "
             f"forward (relative difference {error:.1e}, allowed {target.tolerance:.0e}), so that drafts would be "
-            f"verified wrongly. Use a verified family ({', '.join(VERIFIED_FAMILIES)})."
+            "verified wrongly",
+            do=f"Use a verified family ({', '.join(VERIFIED_FAMILIES)})",
         )

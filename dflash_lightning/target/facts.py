@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from dflash_lightning import layer_ids as layers
+from dflash_lightning.errors import SettingError
 from dflash_lightning.target.families import POSITIONS, embedding_scale, length_limit, rope_settings, setting
 from dflash_lightning.target.turn_end import template_stop_id
 from dflash_lightning.types import TargetFacts
@@ -151,9 +152,10 @@ def find_stop_ids(
     for entry in named:
         for token in entry if isinstance(entry, list) else [] if entry is None else [entry]:
             if not isinstance(token, int) or isinstance(token, bool):
-                raise ValueError(
-                    f"target: eos_token_id of {name} holds {token!r}, which is no id. Write the token's number into "
-                    "its generation_config.json or config.json."
+                raise SettingError(
+                    "target",
+                    f"eos_token_id of {name} holds {token!r}, which is no id",
+                    do="Write the token's number into its generation_config.json or config.json",
                 )
             found.add(token)
     rows = setting(config, "vocab_size", default=1 << 62)

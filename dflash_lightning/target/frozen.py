@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dflash_lightning.draft_config import DraftConfig
+from dflash_lightning.errors import SettingError
 from dflash_lightning.ops.lm_head import LanguageHead
 from dflash_lightning.ops.plain_mode import plain_mode
 from dflash_lightning.target import families
@@ -127,11 +128,12 @@ class FrozenTarget:
             if theirs is not None and theirs != ours:
                 weights = what.startswith("digest")
                 rounded = weights and self.dtype == torch.float16
-                raise ValueError(
-                    f"draft: made for {made_for} with {what} {theirs}, but the target {facts.name} has {ours}. "
-                    f"Give the target it was made for, or train a drafter for {facts.name}."
-                    + (" Is it that target, only rounded to float16? Then drop --dtype." if rounded else "")
-                    + (" To see what it is worth on this one all the same: --other-target." if weights else "")
+                raise SettingError(
+                    "draft",
+                    f"made for {made_for} with {what} {theirs}, but the target {facts.name} has {ours}",
+                    do=f"Give the target it was made for, or train a drafter for {facts.name}"
+                    + (". Is it that target, only rounded to float16? Then drop --dtype" if rounded else "")
+                    + (". To see what it is worth on this one all the same: --other-target" if weights else ""),
                 )
         check_layer_ids(config.target_layer_ids, facts)
         if not relative:
@@ -142,9 +144,11 @@ class FrozenTarget:
         weights = {"embedding": self.embedding_weight, "language head": self.lm.weight}
         for what, rows in made_for.get("rows", {}).items():
             if strange := strange_rows(weights[what], rows):
-                raise ValueError(
-                    f"draft: made for {name}, whose {what} is not that of {self.facts.name} (rows {strange} differ), "
-                    "but drafters use their target's. Give the target it was made for."
+                raise SettingError(
+                    "draft",
+                    f"made for {name}, whose {what} is not that of {self.facts.name} (rows {strange} differ), but "
+                    "drafters use their target's",
+                    do="Give the target it was made for",
                 )
         own = {"logit_scale": self.lm.scale, "logit_softcap": self.lm.softcap}
         for what, ours in own.items():
@@ -195,9 +199,11 @@ class FrozenTarget:
         """Only where one long row would silently change all others, because this may wait for a GPU."""
         limit = self.limit
         if limit is not None and position_ids.numel() and (last := int(position_ids.max())) >= limit.positions:
-            raise ValueError(
-                f"features: a row reaches position {last}, but {self.facts.name} {limit.reason} beyond "
-                f"{limit.positions} positions, in all rows. Shorten it."
+            raise SettingError(
+                "features",
+                f"a row reaches position {last}, but {self.facts.name} {limit.reason} beyond {limit.positions} "
+                "positions, in all rows",
+                do="Shorten it",
             )
 
     def _features(self, input_ids: Tensor, position_ids: Tensor, spec: FeatureSpec, packed: bool) -> TargetFeatures:
@@ -245,10 +251,11 @@ class FrozenTarget:
         errors = [token_errors(found[:, i], intact.outputs[i][0]).max() for i in layers]
         error = float(torch.stack(errors).max())
         if not error <= self.tolerance:
-            raise ValueError(
-                f"target: features of {self.facts.name} (family {self.facts.model_type!r}) are not what its decoder "
-                f"layers return in its own forward (relative difference {error:.1e}, allowed {self.tolerance:.0e}). "
-                f"The family's decoder works in a way unknown here: {self._use_another}"
+            raise SettingError(
+                "target",
+                f"features of {self.facts.name} (family {self.facts.model_type!r}) are not what its decoder "
+                f"layers return in its own forward (relative difference {error:.1e}, allowed {self.tolerance:.0e})",
+                do=f"The family's decoder works in a way unknown here: {self._use_another}",
             )
 
     def check_head(self, intact: Intact | None = None) -> None:
@@ -258,10 +265,11 @@ class FrozenTarget:
         assert hidden is not None
         error = float(token_errors(self.lm.logits(hidden)[0], intact.logits[0]).max())
         if not error <= self.tolerance:
-            raise ValueError(
-                f"target: logits of {self.facts.name} (family {self.facts.model_type!r}) are not its language head "
-                f"applied to its last hidden state (relative difference {error:.1e}, allowed {self.tolerance:.0e}). "
-                f"The family does something with logits that is unknown here: {self._use_another}"
+            raise SettingError(
+                "target",
+                f"logits of {self.facts.name} (family {self.facts.model_type!r}) are not its language head "
+                f"applied to its last hidden state (relative difference {error:.1e}, allowed {self.tolerance:.0e})",
+                do=f"The family does something with logits that is unknown here: {self._use_another}",
             )
 
     def check_packing(self, intact: Intact | None = None) -> None:
@@ -275,11 +283,12 @@ class FrozenTarget:
         errors = token_errors(packed, torch.cat([intact.outputs[-1][0], alone]))
         error = typical_error(errors, [slice(0, SHORT), slice(max(0, length - SHORT), length), slice(length, None)])
         if not error <= self.tolerance:
-            raise ValueError(
-                f"target: {self.facts.name} (family {self.facts.model_type!r}, attention "
-                f"{self.model.config._attn_implementation!r}) lets packed documents see one another, or sees other "
-                f"tokens of a packed document than of one alone (relative difference {error:.1e}). Use "
-                "target.attn_implementation=sdpa or eager; where that does not help, use a verified family."
+            raise SettingError(
+                "target",
+                f"{self.facts.name} (family {self.facts.model_type!r}, attention "
+                f"{self.model.config._attn_implementation!r}) lets packed documents see one another, or sees "
+                f"other tokens of a packed document than of one alone (relative difference {error:.1e})",
+                do="Use target.attn_implementation=sdpa or eager; where that does not help, use a verified family",
             )
 
     @property
@@ -312,8 +321,10 @@ def check_one_device(devices: Iterable[Any]) -> None:
     """
     names = sorted({f"cuda:{device}" if str(device).isdigit() else str(device) for device in devices})
     if len(names) > 1:
-        raise ValueError(
-            f"target.device_map: it spreads the target over {', '.join(names)}, but features, embedding and language "
-            "head are needed on one device. Name one (target.device_map={'': 0}, or target.device=cuda), load a "
-            "smaller dtype (target.dtype=bfloat16), or choose a smaller target."
+        raise SettingError(
+            "target.device_map",
+            f"it spreads the target over {', '.join(names)}, but features, embedding and language head are needed "
+            "on one device",
+            do="Name one (target.device_map={'': 0}, or target.device=cuda), load a smaller dtype "
+            "(target.dtype=bfloat16), or choose a smaller target",
         )

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 
+from dflash_lightning.errors import SettingError
 from dflash_lightning.files import cache_folder
 from dflash_lightning.target.checkpoint import load_model
 
@@ -31,9 +32,10 @@ def check_gguf_extra(source: str) -> None:
     """Refuse a GGUF file where the packages that transformers reads it with are missing."""
     missing = [name for name in _NEEDED if not _version(name)]
     if missing:
-        raise ValueError(
-            f"target: {source} is a GGUF file, and reading it needs {' and '.join(missing)}. "
-            "Run: pip install dflash-lightning[gguf]"
+        raise SettingError(
+            "target",
+            f"{source} is a GGUF file, and reading it needs {' and '.join(missing)}",
+            do="Run: pip install dflash-lightning[gguf]",
         )
 
 

@@ -12,6 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from dflash_lightning.errors import SettingError
 from dflash_lightning.target.families import attention_spans
 
 SHORT = 8  # tokens of a probe where no window asks for more
@@ -81,15 +82,18 @@ def check_finite(model: PreTrainedModel, intact: Intact, name: str) -> None:
     tensors = [*model.named_parameters(), *model.named_buffers()]
     if broken := [key for key, tensor in tensors if not _is_finite(tensor)]:
         more = f" and {len(broken) - _NAMED} more" if len(broken) > _NAMED else ""
-        raise ValueError(
-            f"target: weights of {name} are NaN or infinite: {', '.join(broken[:_NAMED])}{more}. {_remedy(model.dtype)}"
+        raise SettingError(
+            "target",
+            f"weights of {name} are NaN or infinite: {', '.join(broken[:_NAMED])}{more}",
+            do=f"{_remedy(model.dtype)}",
         )
     places = [f"decoder layer {i} gives" for i in range(len(intact.outputs))] + ["its language head gives"]
     for place, tensor in zip(places, [*intact.outputs, intact.logits], strict=True):
         if not bool(torch.isfinite(tensor).all()):
-            raise ValueError(
-                f"target: {name} computes NaN or infinity in {_plain(model.dtype)}: {place} it for a few test tokens. "
-                f"{_remedy(model.dtype)}"
+            raise SettingError(
+                "target",
+                f"{name} computes NaN or infinity in {_plain(model.dtype)}: {place} it for a few test tokens",
+                do=f"{_remedy(model.dtype)}",
             )
 
 

@@ -134,9 +134,10 @@ def _read_tokenizer(where: TargetLocation, remote: dict[str, Any]) -> Any:
             for name in _TOKENIZER_JSON:
                 check_json(Path(where.location) / name)
         reason = (str(error).strip() or "no reason given").splitlines()[0]
-        raise ValueError(
-            f"target: the tokenizer of {where.name} cannot be loaded ({type(error).__name__}: {reason}). Copy or "
-            "download its files again, or install the package that is named."
+        raise SettingError(
+            "target",
+            f"the tokenizer of {where.name} cannot be loaded ({type(error).__name__}: {reason})",
+            do="Copy or download its files again, or install the package that is named",
         ) from error
 
 
@@ -151,9 +152,10 @@ def check_json(file: Path) -> None:
     try:
         json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(
-            f"target: {file} cannot be read as JSON ({error}): cut short, or a git-lfs pointer. Copy or download it "
-            "again."
+        raise SettingError(
+            "target",
+            f"{file} cannot be read as JSON ({error}): cut short, or a git-lfs pointer",
+            do="Copy or download it again",
         ) from error
 
 
@@ -228,7 +230,7 @@ def _is_damaged(folder: Path, name: str) -> bool:
         for file in ("config.json", "tokenizer_config.json"):
             check_json(folder / file)
         if not (folder / "tokenizer.json").read_bytes().rstrip().endswith(b"}"):  # too long to be parsed twice
-            raise ValueError(f"target: {folder / 'tokenizer.json'} is cut short.")
+            raise SettingError("target", f"{folder / 'tokenizer.json'} is cut short")
     except (OSError, ValueError) as error:
         warnings.warn(f"{error} It is the copy that is kept of {name}, and is made again.", stacklevel=2)
         forget(folder)
@@ -265,6 +267,6 @@ def _read_config(where: TargetLocation, keywords: dict[str, Any]) -> Any:
             )
         else:
             fault = f"config.json of {where.name} cannot be used ({type(error).__name__}: {reason}). Correct it."
-        raise ValueError(f"target: {fault}") from error
+        raise SettingError("target", fault) from error
     check_config(config, where.name)
     return config

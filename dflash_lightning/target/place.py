@@ -7,6 +7,7 @@ from pathlib import Path
 
 from huggingface_hub import hf_hub_download
 
+from dflash_lightning.errors import SettingError
 from dflash_lightning.files import PACKAGE_PREFIX, find_file
 
 
@@ -37,7 +38,9 @@ def locate(source: str) -> TargetLocation:
     path = Path(source).expanduser()
     if path.is_file():
         if path.suffix != ".gguf":
-            raise ValueError(f"target: {source} is a file but no GGUF file. Give the model's folder, or a .gguf file.")
+            raise SettingError(
+                "target", f"{source} is a file but no GGUF file", do="Give the model's folder, or a .gguf file"
+            )
         return TargetLocation(source, str(path.parent), path.name)
     if path.is_dir():
         return TargetLocation(source, str(path))
@@ -47,8 +50,9 @@ def locate(source: str) -> TargetLocation:
         or len(parts) not in (1, 2, 3)
         or (len(parts) == 3) != source.endswith(".gguf")
     ):
-        raise ValueError(
-            f"target: there is no file or folder {source}. Give a model folder, a .gguf file, a hub id (owner/name) or "
-            "package://<python package>/<file.gguf>."
+        raise SettingError(
+            "target",
+            f"there is no file or folder {source}",
+            do="Give a model folder, a .gguf file, a hub id (owner/name) or package://<python package>/<file.gguf>",
         )
     return TargetLocation(source, "/".join(parts[:2]), parts[2] if len(parts) == 3 else None)

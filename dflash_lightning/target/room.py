@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from dflash_lightning.errors import SettingError
+
 
 def positions_needed(prompt_length: int, max_new_tokens: int, num_drafts: int = 0) -> int:
     """Positions that decoding touches: prompt, answer, and the drafts that stand behind the answer's last token.
@@ -54,11 +56,13 @@ def check_room(
         drafts = f", and {num_drafts - 1} of them are kept for drafts behind the last token"
     if most < 1:
         longest = max(positions - positions_needed(0, 1, num_drafts), 0)
-        raise ValueError(
-            f"{which}: its {length} tokens leave no room for an answer: {name} has {positions} positions{drafts}. "
-            f"Shorten the prompt to {longest} tokens or fewer{wider}."
+        raise SettingError(
+            which,
+            f"its {length} tokens leave no room for an answer: {name} has {positions} positions{drafts}",
+            do=f"Shorten the prompt to {longest} tokens or fewer{wider}",
         )
-    raise ValueError(
-        f"{setting}: {max_new_tokens} behind the {length} tokens of {which} do not fit: {name} has {positions} "
-        f"positions{drafts}. Use {most} at most, or a shorter prompt{wider}."
+    raise SettingError(
+        setting,
+        f"{max_new_tokens} behind the {length} tokens of {which} do not fit: {name} has {positions} positions{drafts}",
+        f"Use {most} at most, or a shorter prompt{wider}",
     )

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from dflash_lightning.acceptance import AcceptanceEvaluator, ExpectedRounds
+from dflash_lightning.acceptance import AcceptanceEvaluator, ExpectedRounds, why_not
 from dflash_lightning.acceptance.responses import find_responses
 from dflash_lightning.block import Anchored
 from dflash_lightning.conditioning import Carryover, InputFusion, KVInjection, TokenFusion
@@ -262,6 +262,8 @@ def test_what_does_not_follow_from_the_text_is_refused_by_name(target, dspark) -
     for message, decoding in refused.items():
         with pytest.raises(ValueError, match=message):
             evaluator(target, dspark, [], decoding)
+        assert message in (why_not(dspark, decoding) or "")
+    assert why_not(dspark, settings()) is None
     carrying = drafter(target, conditioning=Carryover(target_layer_ids=[1, 3]))
     with pytest.raises(ValueError, match=r"conditioning: Carryover reads the drafts that the round before rejected"):
         evaluator(target, carrying, [], settings())

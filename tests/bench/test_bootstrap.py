@@ -73,6 +73,7 @@ def test_answers_without_a_round_have_no_interval() -> None:
     nothing = torch.zeros(1, 3, dtype=torch.float64)
     found = tau_estimate(Counts(nothing, nothing), ["a"] * 3)
     assert math.isnan(found["mean"]) and math.isnan(found["low"])
+    assert math.isnan(tau_estimate(Counts(nothing.expand(2, 3), nothing.expand(2, 3)), ["a"] * 3)["spread"])
 
 
 def test_other_figures_are_told_by_their_smallest_and_largest_seed() -> None:
@@ -81,9 +82,9 @@ def test_other_figures_are_told_by_their_smallest_and_largest_seed() -> None:
 
 
 def test_rank_correlation_is_spearmans() -> None:
-    assert rank_correlation([1, 2, 3, 4], [10, 20, 30, 1000]) == pytest.approx(1.0)
-    assert rank_correlation([1, 2, 3], [3, 2, 1]) == pytest.approx(-1.0)
+    assert rank_correlation([1.0, 2.0, 3.0, 4.0], [10.0, 20.0, 30.0, 1000.0]) == pytest.approx(1.0)
+    assert rank_correlation([1.0, 2.0, 3.0], [3.0, 2.0, 1.0]) == pytest.approx(-1.0)
     # Equal values share a rank: 1 - 6 sum d^2 / (n (n^2 - 1)) does not hold then, the correlation of ranks does.
-    assert rank_correlation([1, 2, 2, 4], [1, 2, 3, 4]) == pytest.approx(4.5 / math.sqrt(4.5 * 5))
-    assert rank_correlation([1, 2], [1, 2]) is None
-    assert rank_correlation([1, 1, 1], [1, 2, 3]) is None
+    assert rank_correlation([1.0, 2.0, 2.0, 4.0], [1.0, 2.0, 3.0, 4.0]) == pytest.approx(4.5 / math.sqrt(4.5 * 5))
+    assert rank_correlation([1.0, 2.0], [1.0, 2.0]) is None
+    assert rank_correlation([1.0, 1.0, 1.0], [1.0, 2.0, 3.0]) is None

@@ -40,6 +40,54 @@ def _method(found: dict[str, Any], name: str) -> dict[str, Any]:
     return one
 
 
+def test_a_name_with_odd_characters_breaks_neither_tables_nor_pages(make_run: MakeRun, tmp_path: Path) -> None:
+    make_run("bench/dflash", 1)
+    state = {"asked": {"recipe": "a", "overrides": ["loss.x='<b>|</b>'"]}}
+    make_run("<i>mine", 1, recipe=MARKOV, state=state, folder="mine")
+    page = tmp_path / "page.html"
+    assert main(["compare", str(tmp_path / "runs"), "--html", str(page)]) == 0
+    text = page.read_text(encoding="utf-8")
+    assert "&lt;i&gt;mine" in text and "<i>" not in text and "<b>|" not in text
+    rows = [line for line in render(_found(tmp_path / "runs"), markdown=True).splitlines() if line.startswith("| <i>")]
+    assert rows and all(r"<b>\|</b>" in row and " | " in row for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"speed": None}, "speed is missing or of another kind"),
+        ({"training": "x", "machine": "x"}, "training, machine is missing"),
+        ({"prompts": [{"domain": "code"}]}, "prompts.committed, prompts.decoding"),
+    ],
+)
+def test_a_file_of_figures_with_holes_is_one_error(make_run: MakeRun, changed: dict[str, Any], said: str) -> None:
+    run = make_run("bench/dflash", 1, measured=changed)
+    with pytest.raises(ValueError, match=said):
+        find_runs([str(run)])
+
+
+def test_prompts_that_a_seed_lacks_are_told(make_run: MakeRun, tmp_path: Path) -> None:
+    make_run("bench/dflash", 1)
+    file = make_run("bench/dflash", 2) / "measured.json"
+    found = json.loads(file.read_text())
+    file.write_text(json.dumps({**found, "prompts": found["prompts"][1:]}))
+    gaps = _found(tmp_path / "runs")["gaps"]
+    assert gaps == ["bench/dflash: greedy: some seeds lack prompts, so tau is over those that all have"]
+
+
+def test_one_file_for_two_outputs_is_refused(two: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", str(two), "--json", str(tmp_path / "x"), "--html", str(tmp_path / "x")]) == 2
+    assert "is the file of --json, too" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--json", "--html"])
+def test_figures_of_a_run_are_not_overwritten(two: Path, capsys: pytest.CaptureFixture[str], option: str) -> None:
+    file = two / "bench-dflash_seed-1" / "measured.json"
+    before = file.read_bytes()
+    assert main(["compare", str(two), option, str(file)]) == 2
+    assert f"{option}: {file} is read by this command" in capsys.readouterr().err and file.read_bytes() == before
+
+
 def test_figures_are_means_over_seeds_with_paired_differences(two: Path) -> None:
     found = _found(two)
     dflash, dspark = _method(found, "bench/dflash"), _method(found, "bench/dspark")
@@ -204,7 +252,7 @@ def test_a_method_and_seed_given_twice_is_refused(make_run: MakeRun, tmp_path: P
     [
         ("{", "measured.json: damaged"),
         ("[]", "is no measured.json"),
-        ('{"version": 1}', "is no measured.json (it lacks"),
+        ('{"version": 1}', "is no measured.json (drafter_sha256, protocol"),
     ],
 )
 def test_a_damaged_measurement_is_named_with_what_to_do(
@@ -258,11 +306,12 @@ def test_names_leave_out_what_all_have_in_common(make_run: MakeRun, tmp_path: Pa
 
 def test_tau_expected_without_decoding_is_held_against_the_decoded_one(make_run: MakeRun, tmp_path: Path) -> None:
     for seed, expected in ((1, 2.0), (2, 2.4), (3, 2.2)):
-        told = {"expected_tau": {"greedy": {"all": expected, "code": 1.0}}}
+        told = {"expected_tau": {"greedy": {"all": expected, "code": None}}}
         make_run("bench/dflash", seed, measured=told)
     found = _found(tmp_path / "runs")
     assert found["rank_correlation"] == {"greedy": {"rho": pytest.approx(0.5), "n": 3}}
     assert found["methods"][0]["expected_tau"]["greedy"]["all"]["mean"] == pytest.approx(2.2)
+    assert list(found["methods"][0]["expected_tau"]["greedy"]) == ["all"]
     assert "rank correlation with the decoded tau 0.500 over 3 runs" in render(found)
 
 
@@ -273,12 +322,13 @@ def test_speeds_of_different_numbers_of_threads_are_called_doubtful(make_run: Ma
 
 
 def test_answers_without_a_round_do_not_break_the_tables(make_run: MakeRun, tmp_path: Path) -> None:
-    place = make_run("bench/dflash", 1)
-    measured = json.loads((place / "measured.json").read_text())
-    for row in measured["prompts"]:
-        row |= {"rounds": 0, "committed": 0, "accepted_by_slot": [0, 0], "drafted_by_slot": [0, 0]}
-    measured["speed"][0] |= {"tokens_per_s": None}
-    (place / "measured.json").write_text(json.dumps(measured))
-    found = _found(place)
+    for name, seed in (("bench/dflash", 1), ("bench/dflash", 2), ("bench/dspark", 1)):
+        place = make_run(name, seed)
+        measured = json.loads((place / "measured.json").read_text())
+        for row in measured["prompts"]:
+            row |= {"rounds": 0, "committed": 0, "accepted_by_slot": [0, 0], "drafted_by_slot": [0, 0]}
+        measured["speed"][0] |= {"tokens_per_s": None}
+        (place / "measured.json").write_text(json.dumps(measured))
+    found = _found(tmp_path / "runs")
     assert math.isnan(found["methods"][0]["tau"]["greedy"]["all"]["mean"])
     assert "NaN" not in render(found) and "nan" not in render(found)

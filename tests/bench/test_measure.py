@@ -31,6 +31,8 @@ MEASURED = [
     "measure.speed.batch_sizes=[1,2]",
     "measure.speed.prompts=1",
     "~measure.prompts.arithmetic",
+    "measure.expected=null",
+    "measure.limit=null",
     *(f"measure.prompts.{domain}={domain}.jsonl" for domain in DOMAINS),
 ]
 TOY = [
@@ -89,7 +91,7 @@ def test_a_run_records_what_was_asked_and_what_training_took(measured: Path) -> 
     state = RunFolder(measured).state
     assert state["asked"] == {"recipe": "smoke", "overrides": [*TOY, "seed=2"]}
     assert state["rows"] == 6 and state["loss"] > 0
-    assert 0 < state["training"]["cpu_s"] and 0 < state["training"]["wall_s"] < 60 * state["train_minutes"]
+    assert state["training"]["cpu_s"] > 0 and 0 < state["training"]["wall_s"] < 60 * state["train_minutes"]
     saved = torch.load(measured / "checkpoints" / "last.ckpt", weights_only=True)["callbacks"]
     assert any(set(one) == {"wall_s", "cpu_s"} for one in saved.values())
 
@@ -146,7 +148,11 @@ def test_a_run_is_measured_once_and_again_where_something_changed(
         (["nowhere"], "RUN: nowhere is no run folder"),
         (["runs/one", "runs/one"], "RUN: runs/one is given twice"),
         (["runs/one", "measure.limits=3"], "measure.limits: unknown key of dflash_lightning.bench.Measure"),
-        (["runs/one", "measure.limit=0"], "measure.limit"),
+        (["runs/one", "measure.limit=0"], "measure.limit: 0 is not 1 or more"),
+        (["runs/one", "decoding.block_size=2"], "decoding.block_size=2: a run has one measured.json"),
+        (["runs/one", "--to", "runs/two"], "--to: is for one run that is decoded otherwise"),
+        (["runs/one", "decoding.temperature=1", "--to", "runs/two"], "is decoded by all methods alike on a bench"),
+        (["runs/one", "decoding.block_size=2", "--to", "target"], "--to: target is there and holds something else"),
         (["runs/one", "measure.decodings=[gredy]"], "there is no option decoding=gredy"),
         (["runs/one", "measure.speed.batch=3"], "measure.speed.batch: unknown key"),
         (["runs/one", "measure.prompts.code=no.jsonl"], "no.jsonl is not a file"),
@@ -167,6 +173,23 @@ def test_a_run_that_goes_on_is_not_measured(here: Path, measured: Path, capsys: 
     assert main(["measure", "runs/one", "--again"]) == 2
     assert "runs/one is not finished" in capsys.readouterr().err
     (measured / "run.json").write_text(state)
+
+
+def test_a_copy_of_a_run_may_be_fed_fewer_slots_and_is_a_method_of_its_own(
+    here: Path, measured: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["measure", "runs/one", "decoding.block_size=3", "--to", "runs/fed/one_at_3"]
+    less = ["measure.speed=null", "measure.decodings=[greedy]", "measure.compared=1"]
+    assert main([*words, *less]) == 0
+    found = read_measured(Path("runs/fed/one_at_3/measured.json"))
+    assert found["fed"] == {"block_size": 3} and found["identical"]["identical"] == 1
+    assert {len(row["drafted_by_slot"]) for row in found["prompts"]} == {2}  # of the three that were trained
+    assert len(read_measured(measured / "measured.json")["prompts"][0]["drafted_by_slot"]) == 3
+    assert found["protocol"]["decodings"]["greedy"]["block_size"] is None
+    assert main([*words, *less]) == 0
+    assert "is up to date" in capsys.readouterr().out
+    assert main(["compare", "runs/one", "runs/fed", "--mixed"]) == 0
+    assert "smoke decoding.block_size=3: decoding.block_size: 3 instead of the default" in capsys.readouterr().out
 
 
 def test_measuring_otherwise_does_not_make_it_another_run(
@@ -259,9 +282,9 @@ def test_a_sweep_trains_and_measures_and_compare_reads_it(
     assert main(["compare", "runs/swept", "--baseline", "smoke head=marginal"]) == 0
     text = capsys.readouterr().out
     assert "smoke head=markov: head: markov instead of marginal" in text and "(!)" not in text
-    # A finished point of a recipe that has changed is no finished point.
-    assert main([*words, "optim.lr=5e-4", "--dry-run"]) == 0
-    assert "done " not in capsys.readouterr().out
+    # A finished point of a recipe that has changed is no finished point, and its folder is not written over.
+    assert main([*words, "optim.lr=5e-4", "--dry-run"]) == 2
+    assert "holds a run of another recipe" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

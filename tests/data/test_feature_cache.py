@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import shutil
-import subprocess
-import sys
 import threading
 import time
 import warnings
@@ -385,27 +382,34 @@ def test_a_run_that_fails_half_way_goes_on_from_the_shards_that_stand(
 
 
 def test_processes_that_make_one_cache_together_and_are_killed_leave_nothing_wrong(
-    make_target: Callable[..., FrozenTarget], tmp_path: Path, computed: list[int], tiny_target: FrozenTarget
+    make_target: Callable[..., FrozenTarget],
+    fork: Any,
+    tmp_path: Path,
+    computed: list[int],
+    tiny_target: FrozenTarget,
 ) -> None:
     store = make_store(tuple([11, 9, 20] * 20))
-    settings = {"row_tokens": ROW_TOKENS, "dtype": torch.float32, "shard_bytes": SHARD}
-    what = pickle.dumps((store, make_target("llama"), SPEC, settings))
-    (tmp_path / "what.pickle").write_bytes(what)
+    target, compute = make_target("llama"), FrozenTarget.features
+
+    def build_slowly() -> None:
+        def slowly(*args: Any, **kwargs: Any) -> Any:
+            time.sleep(0.03)
+            return compute(target, *args, **kwargs)
+
+        target.features = slowly  # type: ignore[method-assign]
+        make_shards(store, target, tmp_path / "features").build()
+
     shards = make_shards(store, tiny_target, tmp_path / "features")
-    script, environment = Path(__file__).parent / "build_features.py", {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(script), str(tmp_path), "0.03"]
-    workers = [subprocess.Popen(command, env=environment) for _ in range(2)]
+    workers = [fork(build_slowly, tmp_path / f"{number}.txt") for number in range(2)]
     try:
         for worker, count in zip(workers, (3, 6), strict=True):
             while sum(shard.path.exists() for shard in shards.shards) < count:
                 assert any(w.poll() is None for w in workers), "both ended before they were killed"
                 time.sleep(0.01)
             worker.kill()
-            worker.wait()
     finally:
         for worker in workers:
             worker.kill()
-            worker.wait()
     standing = {shard.path: shard.path.stat().st_ino for shard in shards.shards if shard.path.exists()}
     assert 6 <= len(standing) < len(shards.shards)
     (shards.folder / ".features-00000000.safetensors.node-1.tmp").write_bytes(b"half a sh")  # a kill while writing
@@ -527,6 +531,7 @@ def test_a_folder_says_in_words_what_it_is_of(built: FeatureShards) -> None:
         ({"features_folder": "x"}, "applies to features on disk only. Remove it"),
         ({"cache_also": {"layer_ids": [1]}}, "data.cache_also: applies to features that are kept only. Remove it"),
         ({"cache_features": "ram", "cache_also": {"layers": [1]}}, r"\['layers'\] is unknown. Name layer_ids"),
+        ({"cache_features": "ram", "cache_also": "all"}, "'all' is no mapping. Name layer_ids"),
         ({"cache_features": "ram", "cache_also": {"layer_ids": [-1]}}, "is not understood. Name layer_ids"),
     ],
 )

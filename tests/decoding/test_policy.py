@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from dflash_lightning.decoding.builder import BestChain
+from dflash_lightning.decoding.builder import BestChain, BestFirstTree
 from dflash_lightning.decoding.cut import cut_draft
 from dflash_lightning.decoding.law import Law
 from dflash_lightning.decoding.loop import decode_batch
@@ -189,7 +189,12 @@ def test_policies_that_cannot_be_lossless_or_read_nothing_are_refused(
     check_compatible(make_parts(target, proposer, "match", policy=Looking(rounds=[[1]]), temperature=1.0))
     with pytest.raises(ValueError, match=r"decoding\.policy: Signalled reads .*confidence.* head offers none"):
         check_compatible(make_parts(target, proposer, policy=Signalled(rounds=[[1]])))
-    check_signals(Signalled(rounds=[[1]]), ("confidence", "length"))
+    proposer.signals = ("confidence", "length")
+    check_signals(Signalled(rounds=[[1]]), None, proposer)
+    check_signals(Signalled(rounds=[[1]]), BestFirstTree(), proposer)
+    proposer.signals_in_turn = True
+    with pytest.raises(ValueError, match=r"token by token along a chain, but BestFirstTree makes trees"):
+        check_signals(Signalled(rounds=[[1]]), BestFirstTree(), proposer)
 
 
 class Fork(BestChain):

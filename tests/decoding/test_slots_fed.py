@@ -18,7 +18,7 @@ from dflash_lightning.model import DraftModel, make_draft_config
 from dflash_lightning.target import FrozenTarget
 from dflash_lightning.testing import toy_target
 
-TRAINED, NEW = 6, 20
+TRAINED, NEW = 6, 12
 PROMPTS = [[3, 9, 1, 4, 1, 5], [2, 7], [11, 0, 6, 6, 2, 8, 8, 12, 3, 5]]
 HEADS: dict[str, tuple[Any, Any]] = {
     "marginal": (MarginalHead, "same_position"),
@@ -52,7 +52,7 @@ def make(target: FrozenTarget, kind: str, block_size: int) -> DraftModel:
 
 def decoded(target: FrozenTarget, draft: DraftModel, **settings: Any) -> tuple[list[list[int]], list[Tensor]]:
     """Answers, and the drafts of every round."""
-    asked = DecodingSettings(max_new_tokens=NEW, batch_size=3, compile=False, **settings)
+    asked = DecodingSettings(max_new_tokens=NEW, batch_size=3, compile=False, prepacked=False, **settings)
     decoder = asked.make_decoder(target, draft, longest_prompt=10)
     builder: Any = decoder.parts.builder
     build, seen = builder.build, []
@@ -86,7 +86,7 @@ def test_the_drafts_are_those_of_a_block_of_that_size(
 
 
 def plain(target: FrozenTarget) -> list[list[int]]:
-    settings = DecodingSettings(max_new_tokens=NEW, batch_size=3, compile=False)
+    settings = DecodingSettings(max_new_tokens=NEW, batch_size=3, compile=False, prepacked=False)
     decoder = settings.make_decoder(target, None, longest_prompt=10)
     return [g.output_ids for g in decoder.decode(PROMPTS, max_new_tokens=NEW, stop_ids=()).generations]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -20,28 +19,9 @@ SLIDING = ["drafter.layer_types=[sliding_attention]", "drafter.sliding_window=6"
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory, make_tiny_model, byte_tokenizer) -> Path:
+def place(make_run) -> Path:
     """A run whose target and drafter have sliding windows, shorter than the prompts."""
-    place = tmp_path_factory.mktemp("run")
-    make_tiny_model("gemma3").save_pretrained(place / "target")
-    byte_tokenizer.save_pretrained(place / "target")
-    rows = [
-        [{"role": "user", "content": f"say {i}"}, {"role": "assistant", "content": f"{i} {i} {i} and again {i}"}]
-        for i in range(8)
-    ]
-    (place / "train.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
-    (place / "prompts.jsonl").write_text('{"turns": ["tell me of this"]}\n{"turns": ["and now of that"]}\n')
-    cwd, before = Path.cwd(), dict(os.environ)
-    os.chdir(place)
-    try:
-        assert (
-            main(["fit", *SMOKE, *SLIDING, "callbacks.speculative_eval.prompts=prompts.jsonl", "run_dir=runs/a"]) == 0
-        )
-    finally:
-        os.chdir(cwd)
-        os.environ.clear()
-        os.environ.update(before)
-    return place
+    return make_run("gemma3", {"train.jsonl": "{i} {i} {i} and again {i}"}, *SMOKE, *SLIDING)
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from dflash_lightning.block import count_slots
 from dflash_lightning.loss import BlockVerificationLoss, DPace, LossTerm
+from dflash_lightning.loss.base import unbroken
 from dflash_lightning.loss.expected_length import power_mean
-from dflash_lightning.loss.slotwise import unbroken
 from dflash_lightning.loss.weights import suffix
 from dflash_lightning.types import SlotTotals, StepContext
 

@@ -5,19 +5,22 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from jaxtyping import TypeCheckError
+from omegaconf import OmegaConf
 from torch import Tensor
 
 from dflash_lightning.block import count_slots
 from dflash_lightning.loss import ConfidenceLoss, CrossEntropy, DPace, LossTerm, SlotwiseLoss, WeightedLoss
-from dflash_lightning.loss.slotwise import blocks_of_document
+from dflash_lightning.loss.base import blocks_of_document
 from dflash_lightning.loss.weights import first_failure, suffix
 from dflash_lightning.ops.lm_head import HeadOutput, LanguageHead, Teacher, View
+from dflash_lightning.recipe import load_recipe
+from dflash_lightning.recipe.make import make
 from dflash_lightning.types import FeatureSpec, SlotTotals, StepContext
 
 CTX = StepContext(0, 1, 0)
@@ -188,7 +191,7 @@ def test_sums_of_the_example(made: Any) -> None:
     assert value(WeightedLoss(weight="auf"), made()) == pytest.approx(0.481589, abs=1e-6)
     assert value(WeightedLoss(weight="auf", normalize="blocks"), made()) == pytest.approx(2.407946, abs=1e-6)
     inside = WeightedLoss(weight="auf", decay=7)
-    assert total_of(inside, made()) / sum(weights(inside, made()) == pytest.approx(0.770124, abs=1e-6)
+    assert total_of(inside, made()) / sum(weights(inside, made())) == pytest.approx(0.770124, abs=1e-6)
     assert value(WeightedLoss(decay=7, normalize="weights"), made()) == pytest.approx(0.849680, abs=1e-6)
     d_pard = WeightedLoss(weight="overlap", alpha=0.5, loss="renyi")
     assert value(d_pard, made()) == pytest.approx(0.105333, abs=1e-6)
@@ -247,7 +250,7 @@ def test_helpers_by_hand() -> None:
 
 
 def test_what_the_target_would_not_write_silences_what_is_behind_it(made: Any) -> None:
-    """PARD-2: the target's chances .9, .8, .5, .2 of the labels, the last of no use; cross entropies .1, .4, .8, 1.5."""
+    """PARD-2: the target's chances .9, .8, .5, .2 of the labels (the last unused), cross entropies .1, .4, .8, 1.5."""
     law = torch.tensor([0.9, 0.8, 0.5, 0.2]).double()
     draft = (-torch.tensor([0.1, 0.4, 0.8, 1.5]).double()).exp()
     tables = [torch.stack([x, 1 - x], -1)[None] for x in (law, draft)]
@@ -305,7 +308,9 @@ def test_worked_gradients(made: Any) -> None:
     wtv = gradient(WeightedLoss(**WTV), made())
     assert wtv[2].tolist() == pytest.approx((-0.340672, 0.194670, 0.146002), abs=1e-6)
     for temperature, want in ((1.0, 2.8278), (0.5, 2.345883), (2.0, 3.665323)):
-        assert float(expected_length(made(), {**WTV, "temperature": temperature})) == pytest.approx(want, abs=1e-6)
+        assert float(expected_length(made(), {**WTV, "temperature": temperature}).detach()) == pytest.approx(
+            want, abs=1e-6
+        )
         first = weights(WeightedLoss(**WTV, temperature=temperature), made())[0]
         assert first == pytest.approx(want, abs=1e-6), "the first slot's weight is the whole expected length"
     renyi = gradient(WeightedLoss(loss="renyi"), made())
@@ -371,7 +376,8 @@ def test_every_divisor_of_two_documents(table: Any, normalize: Any, want: float)
     term = Given(normalize=normalize)
     found = term.numerator(example.out, layout, None, CTX) / term.denominator(totals)
     assert float(found) == pytest.approx(want)
-    both = replace(layout, **{n: torch.cat([getattr(layout, n)] * 2) for n in ("valid", "keep", "context_start")})
+    names = [field.name for field in fields(layout) if field.name not in ("rows", "streams")]
+    both = replace(layout, **{name: torch.cat([getattr(layout, name)] * 2) for name in names})
     counts = blocks_of_document(both, both.valid.any(-1))
     assert counts[:, :3].tolist() == [[2.0, 2.0, 1.0]] * 2, "blocks of another row are another document's"
 
@@ -383,8 +389,7 @@ def test_verification_aware_training_of_the_example(made: Any) -> None:
     """Hard 4.060225 and soft 4.576306 over five slots, and the survival head's .351124: 2.078430."""
     example = made()
     hard, soft = (
-        total_of(WeightedLoss(loss=loss, weight="vat", decay=7, labels="target"), example)
-        for loss in ("ce", "soft_ce")
+        total_of(WeightedLoss(loss=loss, weight="vat", decay=7, labels="target"), example) for loss in ("ce", "soft_ce")
     )
     assert (hard, soft) == pytest.approx((4.060225, 4.576306), abs=1e-6)
     guess = torch.tensor([[[0.5, 0.9, 0.8, 0.5, 0.4, 0.2]]], requires_grad=True)
@@ -481,3 +486,25 @@ def test_settings_that_do_not_go_together_are_refused(settings: dict[str, Any], 
     with pytest.raises((ValueError, TypeCheckError)) as caught:  # the shape hook, where it is on, knows allowed words
         WeightedLoss(**settings)
     assert isinstance(caught.value, TypeCheckError) or re.match(words, str(caught.value))
+
+
+# -- the recipes ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("recipe", "want"),
+    [
+        ("auf", {"auf": 0.481589}),
+        ("vat", {"vat": 4.060225 / 5, "vat_soft": 4.576306 / 5}),
+        ("d_pard", {"d_pard": 0.526667}),  # one block, one document
+        ("dpala", {"dpala": 1.857600 / 5}),
+        ("lk_alpha", {"lk_alpha": 0.212110}),
+        ("pard2", {"pard2": 0.1 * 2.083671 / 5, "pard2_kl": 0.254248 / 5}),
+    ],
+)
+def test_a_recipe_has_the_terms_of_its_worked_example(made: Any, recipe: str, want: dict[str, float]) -> None:
+    """Coefficient times share on the example, with decay 7; hand sums of its table where no sheet has the number."""
+    stated = OmegaConf.to_container(load_recipe(recipe, ["target=qwen3_8b"]).loss, resolve=True)
+    terms = {name: make(node) for name, node in stated.items() if name in want}
+    found = {name: term.coefficient * value(term, made()) for name, term in terms.items()}
+    assert found == pytest.approx(want, abs=1e-6)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -19,32 +18,11 @@ from dflash_lightning.model.found import find_draft_config, find_weights
 SMOKE = ["smoke", "target.source=target", "data.max_length=96", "callbacks.speculative_eval.prompts=prompts.jsonl"]
 
 
-def chat(text: str) -> str:
-    rows = [
-        [{"role": "user", "content": f"say {i}"}, {"role": "assistant", "content": f"{text} {text} {text}"}]
-        for i in range(8)
-    ]
-    return "".join(json.dumps({"messages": row}) + "\n" for row in rows)
-
-
 @pytest.fixture(scope="module")
-def place(tmp_path_factory, make_tiny_model, byte_tokenizer) -> Path:
+def place(make_run) -> Path:
     """A folder with a target, rows of two kinds, and a run ``runs/a`` of the first with a reduced vocabulary."""
-    place = tmp_path_factory.mktemp("found")
-    make_tiny_model("llama").save_pretrained(place / "target")
-    byte_tokenizer.save_pretrained(place / "target")
-    (place / "a.jsonl").write_text(chat("abc"))
-    (place / "b.jsonl").write_text(chat("xyz"))
-    (place / "prompts.jsonl").write_text('{"turns": ["tell me"]}\n{"turns": ["and now"]}\n')
-    cwd, before = Path.cwd(), dict(os.environ)
-    os.chdir(place)
-    try:
-        assert main(["fit", *SMOKE, "data.train=a.jsonl", "draft_vocabulary=data", "run_dir=runs/a"]) == 0
-    finally:
-        os.chdir(cwd)
-        os.environ.clear()
-        os.environ.update(before)
-    return place
+    rows = {f"{name}.jsonl": f"{text} {text} {text}" for name, text in (("a", "abc"), ("b", "xyz"))}
+    return make_run("llama", rows, *SMOKE, "data.train=a.jsonl", "draft_vocabulary=data")
 
 
 @pytest.fixture

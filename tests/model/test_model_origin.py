@@ -142,13 +142,19 @@ def test_what_the_file_alone_decides_is_taken_from_it(tiny_target, make_draft, s
 @pytest.mark.parametrize(
     ("stated", "message"),
     [
-        ({"part": ["head"]}, r"init_from\.part: unknown key\. Write init_from as a path, or as \{path"),
+        (
+            {"part": ["head"]},
+            r"init_from\.part: unknown key\. Did you mean 'parts'\? .*Write init_from as a path",
+        ),
         ({"path": None}, r"init_from\.path: None is no path"),
-        ({"parts": ["heads"]}, r"init_from\.parts: \['heads'\] are no parts.*'conditioning', 'drafter', 'head'"),
+        (
+            {"parts": ["heads"]},
+            r"init_from\.parts: 'heads' is no part.* mean 'head'\? Allowed: conditioning, dr",
+        ),
         ({"parts": "head"}, r"init_from\.parts: 'head' is no list"),
         ({"parts": []}, r"init_from\.parts: nothing is taken over"),
-        ({"change": ["block"]}, r"init_from\.change: \['block'\] are no settings.*'block_size'.*'target'"),
-        ({"change": ["head.rank"]}, r"init_from\.change: \['head\.rank'\]"),
+        ({"change": ["block"]}, r"init_from\.change: 'block' is no setting.* mean 'block_size'\? .* target,"),
+        ({"change": ["head.rank"]}, r"init_from\.change: 'head\.rank' is no"),
         ({"parts": ["head"]}, r"init_from: .*draft has no tensor of head with the name and shape of the recipe's"),
     ],
 )

@@ -76,5 +76,5 @@ def test_shipped_ones_go_by_name(
 
 def test_a_neighbour_that_is_not_there_is_named_with_those_that_are(own: Path) -> None:
     (own / "trial" / "dflash.yaml").write_text(DFLASH.replace("_shared", "other_one"))
-    with pytest.raises(RecipeError, match="its defaults name 'trial/other_one', which is no recipe.*'trial/other'"):
+    with pytest.raises(RecipeError, match=r"its defaults name 'trial/other_one', which is no recipe.*'trial/other'"):
         load_recipe(str(own / "trial" / "dflash.yaml"))

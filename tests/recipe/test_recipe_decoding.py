@@ -76,6 +76,7 @@ def test_parts_are_named_or_written_out() -> None:
         (["decoding.batch_size=0"], r"decoding\.batch_size: 0 is not 1 or more"),
         (["decoding.temperature=x"], r"decoding\.temperature: 'x' \(str\) does not fit"),
         (["decoding.top_k=3", "--top-k", "4"], r"decoding\.top_k: is given twice, by --top-k too"),
+        (["decoding.verifier=greedy"], r"decoding\.verifier: 'greedy' is what null means now"),
         (["decoding.packed=false"], r"1 fault.*\n.*decoding\.packed: is called decoding\.prepacked now"),
         (["decoding.verifier=auto"], r"decoding\.verifier: 'auto' is what null means now"),
     ],
@@ -160,3 +161,26 @@ def test_settings_of_a_builder_that_is_not_chosen_are_named() -> None:
     found = [str(fault) for fault in list_faults(load_recipe("dflash", ["decoding.builder.budget=32"]))]
     (fault,) = [text for text in found if text.startswith("decoding.builder")]
     assert "settings ['budget'] are given, but no class" in fault and "decoding.builder._target_" in fault
+
+
+def test_an_option_that_had_another_name_is_told_its_new_one(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"loss=total_variation: no such option.*called tv now: write loss=tv"):
+        load_recipe("dflash", ["loss=total_variation"])
+    (tmp_path / "mine.yaml").write_text("defaults: [dflash, {override loss: total_variation}, _self_]\n")
+    with pytest.raises(RecipeError, match=r"no option loss=total_variation lies in .*It is called tv now"):
+        load_recipe(str(tmp_path / "mine.yaml"))
+
+
+def test_a_tree_is_not_cut_by_a_signal_that_comes_token_by_token() -> None:
+    """DSpark's confidence of a slot needs the token drafted before it, of which a tree has several."""
+
+    def faults(*words: str) -> list[str]:
+        found = list_faults(load_recipe("dspark", list(words)))
+        return [str(fault) for fault in found if fault.where.startswith("decoding")]
+
+    policy = "decoding.policy=confidence"
+    for words in (["decoding=tree", policy], ["decoding=sampled_tree", policy]):
+        (fault,) = faults(*words)
+        assert "reads the signals confidence, which the drafter's head gives token by token" in fault
+        assert "Use a builder of chains (decoding.builder=null)" in fault
+    assert faults("decoding=tree") == faults("decoding=confidence") == []

@@ -361,7 +361,7 @@ def test_a_package_that_transformers_misses_by_itself_is_one_error(
         raise ImportError("Using `x` requires y: `pip install y`\nand more")
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", load)
-    assert fault(folder).endswith("needs a package that is not installed here. Using `x` requires y: `pip install y`")
+    assert fault(folder).endswith("needs a package that is not installed here. Using `x` requires y: `pip install y`.")
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.uint8])

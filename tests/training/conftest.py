@@ -95,6 +95,11 @@ def weights_of() -> Callable[[DraftModule], dict[str, torch.Tensor]]:
     return weights
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _no_pictures(blank_pictures: None) -> None:
+    """For all tests of this folder; ``test_speculative_eval`` draws one of each by itself."""
+
+
 class Place:
     """A folder with a tiny target, chat rows and prompts, in which the command runs."""
 

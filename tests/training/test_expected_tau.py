@@ -162,7 +162,8 @@ def test_texts_of_another_law_are_refused_and_doubtful_ones_named(held_out, tiny
     with pytest.raises(ValueError, match=r"rows\.chat: .* from ones drawn at temperature 1, top_k 5"):
         read_texts({"chat": str(drawn)}, tiny_target, DecodingSettings(temperature=1.0, top_k=5))
     with pytest.raises(ValueError, match=r"'all' names all domains together"):
-        read_texts({"all": str(drawn)}, tiny_target, sampling)
+        read_texts({"all": str(drawn), "code": str(drawn)}, tiny_target, sampling)
+    assert list(read_texts({"all": str(drawn)}, tiny_target, sampling).documents) == ["all"]
     with pytest.raises(ValueError, match=r"callbacks\.expected_tau\.rows: .*no-such"):
         read_texts("no-such.jsonl", tiny_target, GREEDY, setting="callbacks.expected_tau.rows")
     foreign = tmp_path / "foreign.jsonl"

@@ -321,6 +321,7 @@ def test_a_teacher_is_made_where_a_loss_asks_and_speaks_from_the_last_hidden_sta
         trainer = make_trainer(tmp_path, max_steps=2)
         trainer.fit(module, datamodule=make_data(tiny_target, write_rows(LENGTHS)))
         assert module.required() == spec and len(made) == (2 if spec.last_hidden else 0)
+        assert all(temperatures == (1.0,) for *_, temperatures in made)  # the divergence's; labels need no law
         assert {"train/loss", "train/accuracy"} <= trainer.callback_metrics.keys()
     assert module.changed_parameters()
 

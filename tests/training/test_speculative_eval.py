@@ -11,11 +11,13 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from dflash_lightning.block import Anchored
 from dflash_lightning.callbacks import SpeculativeEval
 from dflash_lightning.callbacks.agreement import disagreement
+from dflash_lightning.callbacks.figures import acceptance_figure, histogram_figure
 from dflash_lightning.decoding import DecodeStats, DecodingSettings
 from dflash_lightning.decoding.evaluation import Evaluator
 
@@ -94,6 +96,21 @@ def test_figures_are_logged_kept_and_drive_the_best_checkpoint(
     assert {"decode/accepted_drafts", "decode/acceptance_by_slot"} <= set(events.Tags()["images"])
     printed = capsys.readouterr().out
     assert "decoding, before training: tau 1." in printed and "lossless: yes (3 of 3" in printed
+
+
+def test_pictures_show_the_shares_and_cut_no_label_off():
+    stats = DecodeStats(3)
+    for accepted in (0, 1, 1, 3):
+        stats.add_round(depth=min(accepted + 1, 3), nodes=3, accepted=accepted, committed=accepted + 1, narrowed=False)
+    for draw, shown in (
+        (histogram_figure, lambda axes: [bar.get_height() for bar in axes.patches] == [0.25, 0.5, 0.0, 0.25]),
+        (acceptance_figure, lambda axes: list(axes.lines[1].get_ydata()) == stats.survival == [0.75, 0.25, 0.25]),
+    ):
+        figure = draw(stats)
+        (axes,) = figure.axes
+        assert shown(axes)
+        inside, canvas = axes.get_tightbbox(FigureCanvasAgg(figure).get_renderer()), figure.bbox
+        assert inside.x0 >= 0 and inside.y0 >= 0 and inside.x1 <= canvas.x1 and inside.y1 <= canvas.y1
 
 
 def test_last_checkpoint_is_written_before_decoding(parts, write_rows, tiny_target, tmp_path, prompts, monkeypatch):

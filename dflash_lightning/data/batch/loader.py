@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
 from dflash_lightning.data.batch.collate import BatchMaker, WindowItem
 from dflash_lightning.data.batch.packing import Planner, rank_share, window_bounds
+from dflash_lightning.errors import SettingError
 from dflash_lightning.types import TrainBatch
 
 
@@ -115,10 +116,12 @@ class StatefulLoader:
             ValueError: the position lies inside an epoch of other data or settings, where it means nothing.
         """
         if state["yielded"] and state["plan"] != self._plan():
-            raise ValueError(
-                f"data: the checkpoint was written after micro-batch {state['yielded']} of epoch {state['epoch']}, but "
-                "data, packing, accumulation or number of processes have changed since, so nobody knows what is left "
-                "of that epoch. Restore them, resume from a checkpoint of an epoch's end, or start anew with --fresh."
+            raise SettingError(
+                "data",
+                f"the checkpoint was written after micro-batch {state['yielded']} of epoch {state['epoch']}, but "
+                "data, packing, accumulation or number of processes have changed since, so nobody knows what is "
+                "left of that epoch",
+                do="Restore them, resume from a checkpoint of an epoch's end, or start anew with --fresh",
             )
         self.sampler.epoch, self.sampler.yielded = state["epoch"], state["yielded"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -48,30 +48,6 @@ class Storage:
         """Memory, or room on a disk, that features of so many positions take."""
         of_layers = len(self.spec.layer_ids) * self.dtype.itemsize
         return positions * self.width * (of_layers + self.spec.last_hidden * self.exact.itemsize)
-
-
-def spec_of_setting(also: Mapping[str, Any] | None, *, kept: bool) -> FeatureSpec:
-    """The features that ``data.cache_also`` names.
-
-    Raises:
-        ValueError: it is no such mapping, or nothing would keep them.
-    """
-    if also is None:
-        return FeatureSpec()
-    where, allowed = "data.cache_also", "Name layer_ids (a list of decoder layers) and last_hidden (true or false)"
-    if not kept:
-        do = "Remove it, or set data.cache_features=ram or disk"
-        raise SettingError(where, "applies to features that are kept only", do=do)
-    if not isinstance(also, Mapping) or (unknown := sorted({*also} - {"layer_ids", "last_hidden"})):
-        raise SettingError(
-            where,
-            f"{also!r} is no mapping of these" if not isinstance(also, Mapping) else f"{unknown} is unknown",
-            allowed,
-        )
-    ids, last = also.get("layer_ids") or [], also.get("last_hidden", False)
-    if not all(type(i) is int and i >= 0 for i in ids) or not isinstance(last, bool):
-        raise SettingError(where, f"{dict(also)} is not understood", allowed)
-    return FeatureSpec(tuple(sorted({*ids})), last)
 
 
 class FeatureCache(ABC):

@@ -3,39 +3,15 @@
 from __future__ import annotations
 
 import copy
-from typing import Literal
 
 import torch
 
-from dflash_lightning.errors import SettingError
+from dflash_lightning.data.settings import FeatureProducts
 from dflash_lightning.ops.cpu_speed import bfloat16_is_fast
 from dflash_lightning.ops.prepacked_linear import prepack_linears
 from dflash_lightning.ops.rounded_linear import round_linears
 from dflash_lightning.target import FrozenTarget
 from dflash_lightning.target.families import Anatomy
-
-FeatureProducts = Literal["auto", "bfloat16", "float32"] | None
-_ALLOWED = ("auto", "bfloat16", "float32", None)
-
-
-def check_products(products: FeatureProducts, *, kept: bool) -> None:
-    """Refuse a setting that is unknown, or that nothing would use.
-
-    Raises:
-        ValueError: see there.
-    """
-    if products not in _ALLOWED:
-        raise SettingError(
-            "data.feature_products",
-            f"{products!r} is unknown",
-            allowed="Use 'auto', 'bfloat16', 'float32' or null (as the target is)",
-        )
-    if products is not None and not kept:
-        raise SettingError(
-            "data.feature_products",
-            "applies to features that are kept only",
-            do="Remove it, or set data.cache_features=ram or disk",
-        )
 
 
 def with_products(target: FrozenTarget, products: FeatureProducts, *, exact: bool = False) -> FrozenTarget:

@@ -27,6 +27,7 @@ from dflash_lightning.data.features.cache import (
     size_text,
 )
 from dflash_lightning.data.read.store import DocumentStore
+from dflash_lightning.errors import SettingError
 from dflash_lightning.files import cache_folder, write_atomic
 from dflash_lightning.progress import Progress
 from dflash_lightning.target import FrozenTarget
@@ -108,11 +109,12 @@ class FeatureShards:
         free = shutil.disk_usage(place).free
         if missing > free:
             others = sorted(path.name for path in self.folder.parent.glob("*") if path != self.folder)
-            raise ValueError(
-                f"data.cache_features: 'disk' needs {size_text(missing)} more in {self.folder}, but {size_text(free)} "
-                f"are free there. Free some space (caches of other data or settings in {self.folder.parent}: "
-                f"{others or 'none'}), name another disk in data.features_folder, use a smaller data.cache_dtype or "
-                "fewer rows (data.limit), or null (features are computed on the fly)."
+            raise SettingError(
+                "data.cache_features",
+                f"'disk' needs {size_text(missing)} more in {self.folder}, but {size_text(free)} are free there",
+                do=f"Free some space (caches of other data or settings in {self.folder.parent}: "
+                f"{others or 'none'}), name another disk in data.features_folder, use a smaller "
+                "data.cache_dtype or fewer rows (data.limit), or null (features are computed on the fly)",
             )
 
     def _missing_bytes(self) -> int:
@@ -173,9 +175,10 @@ class FeatureShards:
         for shard in self.shards:
             fault = self._fault(shard, content=False)
             if fault is not None:
-                raise ValueError(
-                    f"data.cache_features: {shard.path} cannot be used ({fault}), although it was made. Was it removed "
-                    "while the run began? Start the run again: what is missing is made."
+                raise SettingError(
+                    "data.cache_features",
+                    f"{shard.path} cannot be used ({fault}), although it was made",
+                    do="Was it removed while the run began? Start the run again: what is missing is made",
                 )
             tensors.append(_load(shard.path)[1])
         for left in self.folder.glob(".*.tmp"):  # by kills; nobody needs them once all shards stand

@@ -13,6 +13,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from dflash_lightning.errors import SettingError
+
 _MAGIC = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\xfd7zXZ\x00": "lzma", b"\x28\xb5\x2f\xfd": "zstandard"}
 # What an optional package is for, and the extra that brings it.
 _EXTRAS = {
@@ -40,8 +42,8 @@ def optional(package: str, where: str, module: str | None = None) -> Any:
         return import_module(module or package)
     except ImportError:
         what, extra = _EXTRAS[package]
-        raise ValueError(
-            f"{where}: reading {what} needs {package}. Run: pip install dflash-lightning[{extra}]"
+        raise SettingError(
+            where, f"reading {what} needs {package}", do=f"Run: pip install dflash-lightning[{extra}]"
         ) from None
 
 

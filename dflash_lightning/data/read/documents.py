@@ -18,6 +18,7 @@ from dflash_lightning.data.read.sources import Draw, Source
 from dflash_lightning.data.read.store import DocumentStore, MaskedIds
 from dflash_lightning.data.read.summary import DataSummary
 from dflash_lightning.data.read.truncation import Truncate, last_of_text, without_oldest
+from dflash_lightning.errors import SettingError
 from dflash_lightning.progress import Progress
 
 __all__ = ["DataSummary", "DocumentMaker", "DocumentStore", "MaskedIds", "RowOutcome"]
@@ -150,16 +151,19 @@ class DocumentMaker:
         assert summary.kept + summary.num_dropped == summary.read, "a row was lost without being counted"
         if not summary.read:
             left_out = f" ({summary.left_out} were left out by weight)" if summary.left_out else ""
-            raise ValueError(
-                f"data: {', '.join(summary.sources)} holds no rows{left_out}. Give a file with one JSON object a line."
+            raise SettingError(
+                "data",
+                f"{', '.join(summary.sources)} holds no rows{left_out}",
+                do="Give a file with one JSON object a line",
             )
         if not self._documents:
             reasons = "; ".join(summary.reasons())
             name = repr(self.renderer.tokenizer.name_or_path) if self.has_chat_rows else "none used"
-            raise ValueError(
-                f"data: all {summary.read} rows of {', '.join(summary.sources)} were dropped: {reasons}. "
-                f"Chat template: {name}. Correct the data, raise data.max_length ({self.max_length}), or give rows "
-                "with 'input_ids' and 'loss_mask'."
+            raise SettingError(
+                "data",
+                f"all {summary.read} rows of {', '.join(summary.sources)} were dropped: {reasons}",
+                do=f"Chat template: {name}. Correct the data, raise data.max_length ({self.max_length}), or give "
+                "rows with 'input_ids' and 'loss_mask'",
             )
         return DocumentStore.join(self._documents)
 

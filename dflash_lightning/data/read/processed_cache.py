@@ -24,6 +24,7 @@ import numpy as np
 
 from dflash_lightning.data.read.store import DocumentStore
 from dflash_lightning.data.read.summary import DataSummary
+from dflash_lightning.errors import SettingError
 from dflash_lightning.files import cache_folder, file_digest
 
 USER = "user"  # the setting that means this user's own cache folder
@@ -107,9 +108,10 @@ def _wait_for(lock: io.TextIOWrapper) -> None:
         except BlockingIOError:
             if time.monotonic() - start > _WAIT_SECONDS:
                 hours = _WAIT_SECONDS // 3600
-                raise ValueError(
-                    f"data.cache: another process has been making {lock.name} for {hours} hours. Look what it does, or "
-                    "set data.cache=null."
+                raise SettingError(
+                    "data.cache",
+                    f"another process has been making {lock.name} for {hours} hours",
+                    do="Look what it does, or set data.cache=null",
                 ) from None
             time.sleep(_POLL_SECONDS)
 

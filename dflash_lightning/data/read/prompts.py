@@ -15,6 +15,7 @@ from dflash_lightning.data.read.conversation import ChatRenderer, UnusableRow
 from dflash_lightning.data.read.messages import Message
 from dflash_lightning.data.read.records import BadRecord, format_of, read_records
 from dflash_lightning.data.read.rows import ChatRow, PromptRow, Row, TextRow, parse_prompt
+from dflash_lightning.errors import SettingError
 from dflash_lightning.files import find_file
 
 _FURTHER_TURNS = "asked only the first of several turns, because no answers between them are recorded"
@@ -73,8 +74,8 @@ def load_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
             raise ValueError(f"{record.where}: {record.reason}")
         prompts.append(_prompt(parse_prompt(record.value, record.where)))
     if not prompts:
-        raise ValueError(
-            f"prompts: {path} holds no rows. Give a file with one prompt a line, e.g. {{'turns': ['...']}}."
+        raise SettingError(
+            "prompts", f"{path} holds no rows", do="Give a file with one prompt a line, e.g. {'turns': ['...']}"
         )
     return prompts
 

@@ -18,6 +18,7 @@ from dflash_lightning.data.read.compression import optional
 from dflash_lightning.data.read.records import FORMATS, BadRecord, Format, Record, format_of, read_records
 from dflash_lightning.data.read.rows import KINDS, Kind, Row, parse_record
 from dflash_lightning.data.read.tables import load_hub, read_dataset
+from dflash_lightning.errors import SettingError
 from dflash_lightning.files import PACKAGE_PREFIX, file_digest, find_file
 
 HUB_PREFIX = "hf://"
@@ -82,7 +83,9 @@ class Source:
             return [find_file(self.path, setting=setting)]
         found = [Path(name) for name in sorted(glob(str(path), recursive=True)) if Path(name).is_file()]
         if not found:
-            raise ValueError(f"{setting}: no file matches {self.path} (looked from {Path.cwd()}). Check the pattern.")
+            raise SettingError(
+                setting, f"no file matches {self.path} (looked from {Path.cwd()})", do="Check the pattern"
+            )
         return found
 
     def parts(self, setting: str = "data.train") -> list[Path]:
@@ -98,9 +101,9 @@ class Source:
         for file, format in formats:
             if file.is_dir() != (format == "dataset"):
                 what = "a folder" if file.is_dir() else "a file"
-                raise ValueError(f"{setting}: {file} is {what}, so its format cannot be {format!r}. Remove format.")
+                raise SettingError(setting, f"{file} is {what}, so its format cannot be {format!r}", do="Remove format")
         if self.split is not None and not self.is_hub and any(format != "dataset" for _, format in formats):
-            raise ValueError(f"{setting}: split does not apply to {self.path}, which is no data set. Remove it.")
+            raise SettingError(setting, f"split does not apply to {self.path}, which is no data set", do="Remove it")
         return formats
 
     def check(self, setting: str = "data.train") -> None:
@@ -156,7 +159,7 @@ def make_sources(train: TrainFiles, *, limit: int | None = None, setting: str = 
     """
     entries = [train] if isinstance(train, str | Mapping) else list(train)
     if not entries:
-        raise ValueError(f"{setting}: names no file. Give a file or a list of files.")
+        raise SettingError(setting, "names no file", do="Give a file or a list of files")
     many = not isinstance(train, str | Mapping)
     return [_make_source(entry, limit, f"{setting}[{i}]" if many else setting) for i, entry in enumerate(entries)]
 
@@ -166,7 +169,9 @@ def _make_source(entry: Any, limit: int | None, where: str) -> Source:
         return Source(entry, limit=limit)
     known = [field.name for field in fields(Source)]
     if not isinstance(entry, Mapping) or not isinstance(entry.get("path"), str):
-        raise ValueError(f"{where}: {entry!r} names no file. Write a path, or a mapping with path: and {known[1:]}.")
+        raise SettingError(
+            where, f"{entry!r} names no file", do=f"Write a path, or a mapping with path: and {known[1:]}"
+        )
     for key in entry:
         if key not in known:
             near = get_close_matches(str(key), known, n=1)
@@ -180,26 +185,31 @@ def _make_source(entry: Any, limit: int | None, where: str) -> Source:
 def _check_values(values: Mapping[str, Any], where: str) -> None:
     weight, limit = values["weight"], values["limit"]
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
-        raise ValueError(
-            f"{where}.weight: {weight!r} is not how often a row is used per epoch. Use a positive number; 1 uses every "
-            "row once. Leave out a source that is not wanted."
+        raise SettingError(
+            f"{where}.weight",
+            f"{weight!r} is not how often a row is used per epoch",
+            do="Use a positive number; 1 uses every row once. Leave out a source that is not wanted",
         )
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
-        raise ValueError(f"{where}.limit: {limit!r} is not a number of rows. Use 1 or more, or null for all.")
+        raise SettingError(f"{where}.limit", f"{limit!r} is not a number of rows", do="Use 1 or more, or null for all")
     for name, allowed in (("format", FORMATS), ("kind", tuple(KINDS))):
         if values[name] is not None and values[name] not in allowed:
-            raise ValueError(f"{where}.{name}: {values[name]!r} is unknown. Use one of {list(allowed)}, or null.")
+            raise SettingError(
+                f"{where}.{name}", f"{values[name]!r} is unknown", do=f"Use one of {list(allowed)}, or null"
+            )
     ignore = values["ignore"]
     if isinstance(ignore, str) or not all(isinstance(column, str) for column in ignore or ()):
-        raise ValueError(f"{where}.ignore: {ignore!r} is no list of column names. Write it as [name, name].")
+        raise SettingError(f"{where}.ignore", f"{ignore!r} is no list of column names", do="Write it as [name, name]")
     is_hub = values["path"].startswith(HUB_PREFIX)
     for name in ("split", "subset", "revision"):
         if values[name] is not None and not isinstance(values[name], str):
-            raise ValueError(f"{where}.{name}: {values[name]!r} is not text. Put it in quotes.")
+            raise SettingError(f"{where}.{name}", f"{values[name]!r} is not text", do="Put it in quotes")
         if values[name] is not None and name != "split" and not is_hub:
-            raise ValueError(f"{where}.{name}: applies to hub data sets ({HUB_PREFIX}owner/name) only. Remove it.")
+            raise SettingError(
+                f"{where}.{name}", f"applies to hub data sets ({HUB_PREFIX}owner/name) only", do="Remove it"
+            )
     if is_hub and values["format"] is not None:
-        raise ValueError(f"{where}.format: does not apply to a hub data set. Remove it.")
+        raise SettingError(f"{where}.format", "does not apply to a hub data set", do="Remove it")
 
 
 class Draw:

@@ -9,6 +9,7 @@ from typing import Any
 
 from dflash_lightning.data.read.provenance import Draws, Labels
 from dflash_lightning.data.read.store import MaskedIds
+from dflash_lightning.errors import SettingError
 
 FEW_ANCHORS = 1000  # below this a drafter learns next to nothing
 _LISTED = 6  # reasons in the printed account
@@ -120,10 +121,11 @@ class DataSummary:
         if self.bad <= max_bad_rows * self.read:
             return
         listed = f"All are listed in {rejected}. " if rejected is not None else ""
-        raise ValueError(
-            f"data: {self.bad} of {self.read} rows ({100 * self.bad / self.read:.2g} %) cannot be used, and "
-            f"data.max_bad_rows allows {100 * max_bad_rows:g} %. {' | '.join(self.bad_examples)} | {listed}"
-            "Correct them, or raise data.max_bad_rows."
+        raise SettingError(
+            "data",
+            f"{self.bad} of {self.read} rows ({100 * self.bad / self.read:.2g} %) cannot be used, and "
+            f"data.max_bad_rows allows {100 * max_bad_rows:g} %",
+            do=f"{' | '.join(self.bad_examples)} | {listed}Correct them, or raise data.max_bad_rows",
         )
 
     def warnings(self) -> list[str]:

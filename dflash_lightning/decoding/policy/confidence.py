@@ -41,8 +41,7 @@ class ConfidencePolicy(WidthPolicy):
             raise SettingError(
                 "decoding.policy",
                 f"ConfidencePolicy reads the signal 'confidence', but the draft has {sorted(draft.signals)}",
-                "Use a drafter whose head gives it, with chains if it does so token by token, "
-                "or set decoding.policy to null",
+                "Use a drafter whose head gives it, or set decoding.policy to null",
             )
         confidence = draft.signals["confidence"].float()
         return leading((confidence.cumprod(1) if self.cumulative else confidence) >= self.threshold)

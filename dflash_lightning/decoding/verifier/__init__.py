@@ -1,4 +1,4 @@
-"""Verifiers: which drafts stand. Whatever they are given, the output is distributed as the target's own."""
+"""Verifiers: which drafts are accepted. The output is distributed as the target's own, whatever the drafts are."""
 
 from dflash_lightning.decoding.verifier.base import Verifier
 from dflash_lightning.decoding.verifier.block import BlockVerifier

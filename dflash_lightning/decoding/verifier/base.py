@@ -1,8 +1,9 @@
-"""What every verifier is: the judge of which drafts stand."""
+"""Contract of verifiers: they decide which drafts are accepted."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import ClassVar
 
 from jaxtyping import Float
@@ -23,6 +24,10 @@ class Verifier(Component, ABC, axis=True):
     judges: ClassVar[frozenset[Drawn]]
     trees: ClassVar[bool] = False
     repeatable: ClassVar[bool] = False
+    former: ClassVar[Mapping[str, str]] = {
+        "drawn": "judges is the set of all kinds of drafts that it judges",
+        "__init__.sampler": "verify is given it",
+    }
 
     @abstractmethod
     def verify(self, draft: Draft, logits: Float[Tensor, "B N V"], where: Round, sampler: Sampler) -> Verdict:

@@ -1,4 +1,4 @@
-"""Block verification: drafts of a sampled chain are judged together, so more of them stand than one by one."""
+"""Block verification: the drafts of a sampled chain are judged together, and more are accepted than one by one."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from dflash_lightning.decoding.verifier.rejection import draw_following, residua
 
 
 class BlockVerifier(Verifier):
-    """Accepts the longest prefix whose joint chance says so, then draws from what the target has over it.
+    """Accepts a prefix by its joint probability, then draws from the target's excess over the drafter.
 
-    A draft that the target likes more than the drafter did buys back an earlier one that it likes less, so the expected
-    number of accepted drafts is never below token verification's, and the output law is the target's all the same (Sun
-    et al. 2403.10444, sections 3-4; 2606.13426 carries the idea to continuous diffusion and adds nothing for tokens).
-    Drafts of a cut chain count as if the chain ended before the cut.
+    A draft to which the target gives more probability than the drafter did makes up for an earlier one to which it
+    gives less. So the expected number of accepted drafts is never below that of token verification. The output law is
+    still the target's (Sun et al. 2403.10444, sections 3-4; 2606.13426 applies the idea to continuous diffusion and
+    adds nothing for tokens). A chain that was cut is judged as if it ended before the cut.
     """
 
     name = "block"
@@ -45,10 +45,10 @@ class BlockVerifier(Verifier):
 
 
 def prefix_chances(draft: Draft, law: Law, target: Law) -> Float[Tensor, "B N"]:
-    """``p_i``: the chance that at least the first ``i`` drafts stand, given these; ``p_i = min(1, p_{i-1} r_i)``.
+    """``p_i``: the chance that at least the first ``i`` drafts are accepted; ``p_i = min(1, p_{i-1} r_i)``.
 
-    ``r_i`` is the ratio of the target's to the drafter's law at draft ``i``. The minimum is taken at every step: what
-    one draft has in excess must not be saved for a later one.
+    ``r_i`` is the ratio of the target's to the drafter's law at draft ``i``. The minimum is taken at every step: the
+    excess of one draft must not count for a later one.
     """
     drafts = draft.tokens[:, 1:]
     ratios = target.at((slice(None), slice(-1))).of(drafts) / law.of(drafts)

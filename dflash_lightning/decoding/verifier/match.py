@@ -14,12 +14,12 @@ from dflash_lightning.decoding.verifier.base import Verifier
 
 
 class MatchVerifier(Verifier):
-    """Commits drafts while each equals the target's own token, then the target's next one.
+    """Accepts drafts while each equals the target's own token, then commits the target's next token.
 
-    The target's token at a position is drawn with noise that belongs to the position, so the output is what plain
-    decoding gives, token for token, whatever the drafter does. At temperature 0 this is the longest greedy match. In a
-    tree the target's own token after a node decides which child is visited next: nodes of one depth share their noise,
-    and siblings hold different tokens, so at most one path stands.
+    The target's token at a position is drawn with noise that belongs to the position. So the output equals that of
+    plain decoding, token for token, whatever the drafts are. At temperature 0 this is the longest greedy match. In a
+    tree, the target's own token after a node decides which child is visited next. Nodes of one depth share their noise
+    and siblings hold different tokens, so at most one path is accepted.
     """
 
     name = "match"

@@ -17,12 +17,13 @@ from dflash_lightning.decoding.verifier.base import Verifier
 
 
 class RejectionVerifier(Verifier):
-    """Accepts each sampled draft with probability ``min(1, p/q)``; after a rejection p becomes what it has over q.
+    """Accepts a sampled draft with probability ``min(1, p/q)``; after a rejection p is replaced by its excess over q.
 
-    On chains this is speculative sampling (Leviathan et al. 2211.17192, Chen et al. 2302.01318). In trees siblings are
-    tried in the order in which they were drawn, and q loses each that is rejected: recursive rejection sampling without
-    replacement (2402.14160, 2402.12374). Lossless only if ``draft.law`` is the law that the drafts were truly drawn
-    from: verifying argmax drafts this way gives text the target would not write.
+    p is the target's law, q the drafter's. On chains this is speculative sampling (Leviathan et al. 2211.17192, Chen et
+    al. 2302.01318). In trees, siblings are tried in the order in which they were drawn, and a rejected one is removed
+    from q: recursive rejection sampling without replacement (2402.14160, 2402.12374). It is lossless only if
+    ``draft.law`` is the law that the drafts were drawn from. Argmax drafts judged in this way give text that the target
+    would not write.
     """
 
     name = "token"
@@ -94,7 +95,7 @@ def _next_child(
 def _laws_at(
     node: Int[Tensor, " B"], draft: Draft, law: Law, logits: Float[Tensor, "B N V"], sampler: Sampler
 ) -> tuple[Float[Tensor, "B V"], Float[Tensor, "B V"]]:
-    """What target and drafter say after one node of each row. Laws of all nodes at once would be a large tensor."""
+    """The laws of target and drafter after one node of each row. Laws of all nodes at once would be a large tensor."""
     each = torch.arange(len(node), device=node.device)
     row = (draft.depth if draft.law_row is None else draft.law_row)[each, node]
     row = row.clamp_max(law.mass.shape[1] - 1)  # a leaf has no law, and needs none

@@ -1,0 +1,37 @@
+"""The one clock of what is timed: wall and CPU seconds, read when the device has done what it was given."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass
+class Spent:
+    """Seconds that were spent in ``timed`` blocks: of the wall clock, and of this process's threads together."""
+
+    wall: float = 0.0
+    cpu: float = 0.0
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Add what the block takes. One that fails is not counted."""
+        begin = now()
+        yield
+        self.add(begin, now())
+
+    def add(self, begin: tuple[float, float], end: tuple[float, float]) -> None:
+        """Add the time between two readings of ``now``."""
+        self.wall += end[0] - begin[0]
+        self.cpu += end[1] - begin[1]
+
+
+def now() -> tuple[float, float]:
+    """Wall and CPU seconds since some moment. Waits for a GPU that is in use."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return time.perf_counter(), time.process_time()
