@@ -755,16 +755,18 @@ def test_history_of_a_run_is_put_together_from_what_is_there(report_run: Path) -
         history(folder)
 
 
-@pytest.mark.parametrize(
-    ("ids", "expected"),
-    [
-        ([104, 105, 257], ["h", "i", "<|bos|>"]),
-        ([*"ü".encode(), 33], ["", "ü", "!"]),  # a character of two tokens comes with the second
-        ([0xC3, 33], ["", "\N{REPLACEMENT CHARACTER}!"]),  # half a character, and then another
-    ],
-)
-def test_texts_of_tokens(ids: list[int], expected: list[str], byte_tokenizer: PreTrainedTokenizerFast) -> None:
-    assert token_texts(byte_tokenizer, [97, 98], ids) == expected
+def test_texts_of_tokens(byte_tokenizer: PreTrainedTokenizerFast) -> None:
+    def ids(text: str) -> list[int]:
+        return list(byte_tokenizer(text)["input_ids"])
+
+    before, (first, second), (mark,) = ids("ab"), ids("ü"), ids("!")
+    for tokens, expected in (
+        (ids("h i<|bos|>"), ["h", " ", "i", "<|bos|>"]),
+        ([first, second, mark], ["", "ü", "!"]),  # a character of two tokens comes with the second
+        ([first, mark], ["", "\N{REPLACEMENT CHARACTER}!"]),  # half a character, and then another
+    ):
+        assert token_texts(byte_tokenizer, before, tokens) == expected
+    assert token_texts(byte_tokenizer, [*before, first], [second]) == ["ü"], "its first half was in another round"
     assert token_texts(None, [1], [5, 6]) == ["5 ", "6 "]
 
 

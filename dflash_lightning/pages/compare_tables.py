@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from dflash_lightning.pages.markup import Child, Html, join, tag
 from dflash_lightning.pages.methods import ALL, Comparison, Method
-from dflash_lightning.pages.numbers import Estimate, figures, fixed, gap, percent, short
+from dflash_lightning.pages.numbers import Estimate, fixed, gap, percent, short
 from dflash_lightning.pages.page import table
 
 _SPEED = (
@@ -135,7 +135,7 @@ def beside_tau(found: Comparison) -> Html:
     ]
     rows = []
     for method in found.methods:
-        of = method.count("degenerate", "of")
+        of = method.count("degenerate", "of") or None  # of no answer nothing is known
         rows.append(
             [
                 method_name(method),
@@ -149,13 +149,13 @@ def beside_tau(found: Comparison) -> Html:
 
 
 def _count(count: int | None, of: int | None) -> Child:
-    if count is None:
+    if count is None or of is None:
         return gap("not counted")
-    return [str(count), tag("small", f" ({percent(count / of)})") if of else None]
+    return [str(count), tag("small", f" ({percent(count / of)})")]
 
 
 def _of(part: int, whole: int) -> Child:
     if not whole:
         return gap("nothing was compared")
-    text = f"{part} of {figures(whole, 9)}"
+    text = f"{part} of {whole}"
     return text if part == whole else tag("span", f"▼ {text}", class_="down")

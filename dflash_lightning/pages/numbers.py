@@ -26,7 +26,8 @@ def known(value: Any) -> float | None:
 
 def fixed(value: int | float, digits: int = 2, *, signed: bool = False) -> str:
     """``3.14``, with a true minus sign; ``signed`` writes a plus sign too."""
-    text = f"{value:+.{digits}f}" if signed else f"{value:.{digits}f}"
+    rounded = round(value, digits) + 0.0  # which turns -0.0 into 0.0
+    text = f"{rounded:+.{digits}f}" if signed else f"{rounded:.{digits}f}"
     return text.replace("-", MINUS)
 
 
@@ -79,8 +80,10 @@ class Estimate:
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """Both ends; null unless both are known."""
-        return None if self.low is None or self.high is None else (self.low, self.high)
+        """Both ends; null unless both are known, and where they are one: a single seed has no smallest and largest."""
+        if self.low is None or self.high is None or self.low == self.high:
+            return None
+        return self.low, self.high
 
     def words(self, digits: int = 2, *, signed: bool = False) -> str:
         """``2.31 (2.20 to 2.42)``, for a tooltip."""

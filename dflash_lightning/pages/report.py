@@ -85,7 +85,7 @@ def _warnings(report: Mapping[str, Any]) -> Html | None:
 
 def _tiles(report: Mapping[str, Any]) -> Html:
     tau, interval = known(report.get("tau")), report.get("tau_interval")
-    ends = f"95 %: {fixed(interval[0])} to {fixed(interval[1])}, other prompts of the kind" if interval else None
+    ends = f"95 %: {fixed(interval[0])} to {fixed(interval[1])}, over prompts of the kind" if interval else None
     degenerate = f"{report.get('looped_answers')} / {report.get('cut_answers')}"
     without = known(report.get("tau_without_loops"))
     beside = f"of {report.get('prompts')}" + (

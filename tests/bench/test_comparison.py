@@ -290,6 +290,17 @@ def test_a_file_that_would_be_overwritten_or_has_no_folder_is_refused_first(two:
         assert f"{option}: nowhere/x cannot be written" in capsys.readouterr().err
 
 
+def test_the_page_shows_what_the_json_holds(two: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["compare", str(two), "--json", "bench.json", "--html", "bench.html"]) == 0
+    found, page = json.loads(Path("bench.json").read_text()), Path("bench.html").read_text()
+    for method in found["methods"]:
+        estimate = method["tau"]["greedy"]["all"]
+        assert method["name"].rpartition("/")[2] in page and f"{estimate['mean']:.2f}" in page
+    assert all(gap.rpartition(": ")[2] in page for gap in found["gaps"])
+    assert page.count("<svg") >= 4 and "<script" not in page
+
+
 # -- words and correlation --------------------------------------------------------------------------------------------
 
 

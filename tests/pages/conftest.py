@@ -65,6 +65,7 @@ def comparison() -> dict[str, Any]:
     """A comparison of ten methods; the last two have gaps of every kind that ``dflash compare`` writes."""
     methods = [_method(number, name) for number, name in enumerate(_METHODS)]
     nothing = {"name": "bench/eagle3", "seeds": [], "gaps": ["no seed was measured"], "tau": {}, "speed": {}}
+    nothing |= {"degenerate": {"repetitive": 0, "cut": 0, "of": 0}, "identical": [0, 0], "survival": []}
     methods[-2] |= {"seeds": [1, 2], "gaps": ["seed 3: no measured.json"], "cpu_s": None, "expected_tau": None}
     methods[-2]["tau"]["sampling"] = {"all": None}
     methods[-2]["speed"].pop("8")

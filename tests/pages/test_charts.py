@@ -34,11 +34,12 @@ def test_numbers_as_they_are_written() -> None:
         *("0.0123", "1.23", "123", "12345", "0", "\N{MINUS SIGN}2.50")
     ]
     assert [short(v) for v in (999.0, 9_437_184, 2.5e9)] == ["999", "9.44 M", "2.50 G"]
-    assert fixed(0.3, signed=True) == "+0.30"
+    assert [fixed(v, signed=True) for v in (0.3, -0.001)] == ["+0.30", "+0.00"]
     assert [tick_text(v, 0.05) for v in (0.1, 1e-17)] == ["0.10", "0.00"]
     assert [known(v) for v in (True, "2", None, float("nan"), float("inf"), 2)] == [None] * 5 + [2.0]
     assert Estimate.read({"mean": None, "n": 3}) is None and Estimate.read(2) == Estimate(2.0)
-    assert Estimate.read({"mean": 1.0, "low": 0.5}).interval is None  # type: ignore[union-attr]
+    for ends in ({"low": 0.5}, {"low": 1.0, "high": 1.0}):  # an end alone, and one seed alone
+        assert Estimate.read({"mean": 1.0, **ends}).interval is None  # type: ignore[union-attr]
 
 
 def test_lines_go_through_their_points_and_break_at_a_gap() -> None:

@@ -25,6 +25,7 @@ def test_figures_stand_in_the_table_with_spread_and_interval(comparison: dict[st
     assert rows["dflash (baseline)"][3] == "is the baseline"
     assert rows["dspark"][3].startswith("▲ +0.30") and rows["d_pace"][3].startswith("▼ \N{MINUS SIGN}0.31")
     assert rows["forward_kl"][3].startswith("+0.01"), "an interval across zero says neither better nor worse"
+    assert re.search(r"<tr><th[^>]*>dspark.*?<td>12 of 12</td>", page, re.S)
     assert "head: markov instead of marginal" in page
 
 
@@ -35,6 +36,9 @@ def test_a_gap_is_marked_and_never_a_zero(comparison: dict[str, Any], outline: M
     assert rows["dflash_ar"][0] == "2" and rows["dflash_ar"][2] == "n/a"
     assert outline.rows_of(page, "tau, greedy")["eagle3"] == ["n/a"] * 4
     assert outline.rows_of(page, "drafts that stand up to slot")["eagle3"] == ["n/a"] * 7
+    (beside,) = [t.split("</table>")[0] for t in page.split("<table>") if "cut at the limit" in t.split("</table>")[0]]
+    beside = re.findall(r"<tr>.*?</tr>", beside, re.S)[-1]
+    assert outline.plain(beside) == "eagle3" + " n/a" * 5, "counts over no answer are no zeros"
     for title in ("tau, greedy", "speed-up at batch 8"):
         drawn = re.search(rf"<svg[^>]*><title>{title}</title>.*?</svg>", page, re.S)
         assert drawn is not None and "no value" in drawn[0]
