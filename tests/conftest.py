@@ -8,9 +8,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import sys
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from importlib import import_module
@@ -19,7 +17,6 @@ from typing import NoReturn
 
 import pytest
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_only
 from matplotlib.figure import Figure
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig as HFConfig
@@ -330,27 +327,26 @@ def blank_pictures() -> Iterator[None]:
 
 
 class Forked:
-    """``work()`` in a copy of this process, which has imported everything already.
+    """``work()`` in a copy of this process, which has imported everything already. Not for ranks: copies of a process
+    that has done much may wait for each other for ever in gloo.
 
     What it prints goes to the file ``output``, and what it complains of to a file beside that (``errors``).
     """
 
-    def __init__(self, work: Callable[[], object], output: Path, environment: dict[str, str] | None = None) -> None:
+    def __init__(self, work: Callable[[], object], output: Path) -> None:
         self.output, self.errors = output, output.with_suffix(".err")
         self.status: int | None = None
         self.pid = os.fork()
         if self.pid == 0:
-            self._work(work, environment or {})
+            self._work(work)
 
-    def _work(self, work: Callable[[], object], environment: dict[str, str]) -> NoReturn:
+    def _work(self, work: Callable[[], object]) -> NoReturn:
         status = 1
         try:
             for number, path in ((1, self.output), (2, self.errors)):
                 os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
             # pytest keeps what goes to its own.
             sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
-            os.environ.update(environment)
-            rank_zero_only.rank = int(environment.get("RANK", "0"))  # Lightning has read it when it was imported
             torch.set_num_threads(1)
             work()
             status = 0
@@ -383,35 +379,3 @@ class Forked:
 def fork() -> Callable[..., Forked]:
     """``fork(work, output)``: see ``Forked``."""
     return Forked
-
-
-@pytest.fixture(scope="session")
-def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Callable[[], object]], list[tuple[str, str]]]:
-    """``run_ranks(work)``: ``work()`` in two processes that find in their environment what torchrun puts there.
-
-    Returns what each of them printed and complained of; fails with it unless both end well.
-    """
-
-    def run(work: Callable[[], object]) -> list[tuple[str, str]]:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": str(port)}
-        shared |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "OMP_NUM_THREADS": "1"}
-        folder = tmp_path_factory.mktemp("ranks")
-        ranks = [
-            Forked(work, folder / f"{rank}.txt", {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)})
-            for rank in range(2)
-        ]
-        end = time.monotonic() + 300.0
-        try:
-            while any(rank.poll() is None for rank in ranks) and not any(rank.poll() for rank in ranks):
-                assert time.monotonic() < end, [rank.said() for rank in ranks]
-                time.sleep(0.02)
-        finally:
-            for rank in ranks:
-                rank.kill()
-        assert [rank.status for rank in ranks] == [0, 0], [rank.said() for rank in ranks]
-        return [rank.said() for rank in ranks]
-
-    return run

@@ -5,10 +5,14 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import sys
 import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dflash_lightning.data.read.process import Processing
 from dflash_lightning.target import FrozenTarget
@@ -24,8 +28,7 @@ def tools() -> ModuleType:
     return module
 
 
-def fit(target: FrozenTarget, folder: Path, *, devices: int) -> None:
-    """Train for an epoch; write down what was trained on, and in ``made.txt`` the ranks that processed rows."""
+def main(folder: Path, devices: int) -> None:
     rank, make = os.environ.get("LOCAL_RANK", "0"), Processing.make
 
     def noted(self: Processing, *args: Any, **settings: Any) -> Any:
@@ -36,8 +39,14 @@ def fit(target: FrozenTarget, folder: Path, *, devices: int) -> None:
 
     Processing.make = noted  # type: ignore[method-assign]
     helpers = tools()
+    model = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float32)
+    target = FrozenTarget(model, AutoTokenizer.from_pretrained(folder / "target"), name="tiny-llama")
     trainer = helpers.make_trainer(folder, devices=devices, strategy="ddp", max_epochs=1)
     data = helpers.make_data(target, str(folder / "rows.jsonl"), cache=str(folder / "cache"))
     trainer.fit(helpers.make_module(target), datamodule=data)
     facts = {"steps": trainer.global_step, "ids": data.documents.ids.tolist(), "kept": data.summary.kept}
     (folder / f"rank{rank}.json").write_text(json.dumps(facts))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -1,12 +1,14 @@
 """One epoch of a small run, cut into ranks and accumulation as asked; writes every gradient and logged number.
 
-Run by ``test_partition.py`` in one process and in two.
+Run by ``test_partition.py`` in one process and, as a script, in two.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -83,3 +85,14 @@ def run(target: FrozenTarget, folder: Path, *, devices: int, accumulate: int, pr
         "decoding": evaluation.history,
         "expected": expected.history,
     }
+
+
+if __name__ == "__main__":
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder, devices, accumulate = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    model = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float32)
+    frozen = FrozenTarget(model, AutoTokenizer.from_pretrained(folder / "target"), name="tiny-llama")
+    result = run(frozen, folder, devices=devices, accumulate=accumulate, prompts=str(folder / "prompts.jsonl"))
+    if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+        torch.save(result, folder / "result.pt")
