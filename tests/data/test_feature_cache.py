@@ -531,7 +531,6 @@ def test_a_folder_says_in_words_what_it_is_of(built: FeatureShards) -> None:
         ({"features_folder": "x"}, "applies to features on disk only. Remove it"),
         ({"cache_also": {"layer_ids": [1]}}, "data.cache_also: applies to features that are kept only. Remove it"),
         ({"cache_features": "ram", "cache_also": {"layers": [1]}}, r"\['layers'\] is unknown. Name layer_ids"),
-        ({"cache_features": "ram", "cache_also": "all"}, "'all' is no mapping. Name layer_ids"),
         ({"cache_features": "ram", "cache_also": {"layer_ids": [-1]}}, "is not understood. Name layer_ids"),
     ],
 )

@@ -45,11 +45,11 @@ def test_a_stop_token_inside_a_block_ends_the_text_there(table_target, scripted_
         return make_parts(table_target(follow(text)), scripted_proposer(3, lambda b, prefix, r: drafts[r]))
 
     (found,), stats = decode(parts(), [[5]], stop_ids={2})
-    assert found == Generation(0, [10, 11, 12, 13, 14, 2], [3, 2], [2, 3], "stop")
+    assert found == Generation(0, [10, 11, 12, 13, 14, 2], [3, 2], [2, 3], "stop", [3, 3])
     assert stats.tau == 2.5 and stats.generated == 6
     assert stats.histogram == [0, 0, 1, 0]  # the cut round says nothing about acceptance
     (found,), stats = decode(parts(), [[5]], stop_ids={2}, max_new_tokens=4)
-    assert found == Generation(0, [10, 11, 12, 13], [3], [2], "length")
+    assert found == Generation(0, [10, 11, 12, 13], [3], [2], "length", [3])
     (plain,), _ = decode(make_parts(table_target(follow(text))), [[5]], stop_ids={2})
     assert plain.output_ids == [10, 11, 12, 13, 14, 2] and plain.committed == [1] * 5
 
@@ -78,7 +78,7 @@ def test_a_stop_token_may_be_the_first_token_or_the_one_after_the_drafts(
     assert found == Generation(0, [4], [], [], "length")
     right = scripted_proposer(2, lambda b, prefix, r: [7, 8])
     (found,), stats = decode(make_parts(table_target(follow([5, 6, 7, 8, 2, 9])), right), [[5]], stop_ids={2})
-    assert found == Generation(0, [6, 7, 8, 2], [3], [2], "stop")
+    assert found == Generation(0, [6, 7, 8, 2], [3], [2], "stop", [2])
     assert stats.histogram == [0, 0, 1]  # nothing was cut off: the round is whole
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from dflash_lightning.decoding import SpeculativeDecoder
-from dflash_lightning.regenerate import draft_trial
+from dflash_lightning.ops import clock as ops_clock
 from dflash_lightning.regenerate.draft_trial import run_trial
 
 
@@ -15,6 +15,8 @@ class Clock:
 
     def perf_counter(self) -> float:
         return self.now
+
+    process_time = perf_counter
 
 
 class TimedDecoder(SpeculativeDecoder):
@@ -36,7 +38,7 @@ def trial(
     monkeypatch: pytest.MonkeyPatch, *, plain: float, drafted: float, prompts: int = 4, batch_size: int = 1
 ) -> Any:
     clock, log = Clock(), []
-    monkeypatch.setattr(draft_trial, "time", clock)
+    monkeypatch.setattr(ops_clock, "time", clock)
     decoders = {
         name: TimedDecoder(clock, name, log, batch_size=batch_size, tau=tau, seconds=seconds)
         for name, tau, seconds in (("plain", 1, plain), ("drafted", 4, drafted))
