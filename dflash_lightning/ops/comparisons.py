@@ -18,18 +18,24 @@ from dflash_lightning.ops.requests import Chunk, Request
 from dflash_lightning.ops.teacher import Teacher
 
 
+class TaughtRequest(Request):
+    """A question about the draft's law beside the target's, of which the whole row is read."""
+
+    teacher: Teacher
+
+    @property
+    def columns(self) -> int:
+        return len(self.teacher.lm.weight)
+
+
 @dataclass(frozen=True, eq=False)
-class TeacherLogProb(Request):
+class TeacherLogProb(TaughtRequest):
     """Log-probability (nats) of each slot's label under the target's whole law; 0 where the label is no token."""
 
     teacher: Teacher
     labels: Int[Tensor, "B N K"]
     temperature: float = 1.0
     differentiable: ClassVar[bool] = False
-
-    @property
-    def columns(self) -> int:
-        return len(self.teacher.lm.weight)
 
     def value(self, chunk: Chunk) -> Float[Tensor, " r"]:
         return self.teacher.log_prob(chunk, self.labels, self.temperature)
@@ -39,7 +45,7 @@ class TeacherLogProb(Request):
 
 
 @dataclass(frozen=True, eq=False)
-class Overlap(Request):
+class Overlap(TaughtRequest):
     """``sum_v min(a p(v), b q(v))`` of each slot: the chance that a draft is accepted, where both scales are 1.
 
     ``a`` and ``b`` scale whole rows (null: 1) and may carry gradients.
@@ -49,10 +55,6 @@ class Overlap(Request):
     a: Float[Tensor, "B N K"] | None = None
     b: Float[Tensor, "B N K"] | None = None
     temperature: float = 1.0
-
-    @property
-    def columns(self) -> int:
-        return len(self.teacher.lm.weight)
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:
@@ -77,7 +79,7 @@ class Overlap(Request):
 
 
 @dataclass(frozen=True, eq=False)
-class KL(Request):
+class KL(TaughtRequest):
     """Kullback-Leibler divergence (nats) of each slot: ``sum p log(p / q)``, or with ``reverse`` ``sum q log(q / p)``.
 
     Both laws are taken at ``temperature``; the value is not multiplied by its square.
@@ -86,10 +88,6 @@ class KL(Request):
     teacher: Teacher
     reverse: bool = False
     temperature: float = 1.0
-
-    @property
-    def columns(self) -> int:
-        return len(self.teacher.lm.weight)
 
     def _difference(self, chunk: Chunk) -> Float[Tensor, "r c"]:
         """``log q - log p``, both within the draft's vocabulary."""
@@ -115,15 +113,11 @@ class KL(Request):
 
 
 @dataclass(frozen=True, eq=False)
-class JSD(Request):
+class JSD(TaughtRequest):
     """Jensen-Shannon divergence (nats) of each slot: the mean divergence of p and q from their mean, at most log 2."""
 
     teacher: Teacher
     temperature: float = 1.0
-
-    @property
-    def columns(self) -> int:
-        return len(self.teacher.lm.weight)
 
     def value(self, chunk: Chunk) -> Float[Tensor, " r"]:
         draft, law = chunk.at(self.temperature), self.teacher.law(chunk, self.temperature)
@@ -134,15 +128,11 @@ class JSD(Request):
 
 
 @dataclass(frozen=True, eq=False)
-class SoftLabelLogProb(Request):
+class SoftLabelLogProb(TaughtRequest):
     """``sum p log q`` (nats) of each slot: minus the cross entropy with the target's law as the label."""
 
     teacher: Teacher
     temperature: float = 1.0
-
-    @property
-    def columns(self) -> int:
-        return len(self.teacher.lm.weight)
 
     def value(self, chunk: Chunk) -> Float[Tensor, " r"]:
         draft, law = chunk.at(self.temperature), self.teacher.law(chunk, self.temperature)
@@ -156,7 +146,7 @@ class SoftLabelLogProb(Request):
 
 
 @dataclass(frozen=True, eq=False)
-class Renyi(Request):
+class Renyi(TaughtRequest):
     """``-2 log sum sqrt(p q)`` (nats) of each slot: Renyi's divergence of order 1/2.
 
     0 where p is q, at most the smaller of both Kullback-Leibler divergences, and finite wherever they share mass.
@@ -164,10 +154,6 @@ class Renyi(Request):
 
     teacher: Teacher
     temperature: float = 1.0
-
-    @property
-    def columns(self) -> int:
-        return len(self.teacher.lm.weight)
 
     def _halves(self, chunk: Chunk) -> Float[Tensor, "r c"]:
         """``log sqrt(p q)``: roots of small probabilities would be lost before their logarithm is."""
