@@ -99,17 +99,21 @@ class _SpeakingHead(MarginalHead):
 
     name = "marginal_with_signals"
 
-    def __init__(self, *, signals: Sequence[str] = ()) -> None:
+    def __init__(self, *, signals: Sequence[str] = (), by_block: bool = False) -> None:
         super().__init__()
         self.signals = tuple(signals)
+        self.by_block = by_block
 
     def outputs(self, hidden: Float[Tensor, "B N K H"], layout: BlockLayout, lm: LanguageHead) -> HeadOutput:
-        spoken = {name: hidden.mean(-1).sigmoid() for name in self.signals}
+        spoken = {name: self._speak(hidden) for name in self.signals}
         return HeadOutput(super().outputs(hidden, layout, lm).views, spoken)
 
     def open(self, hidden: Float[Tensor, "B D H"], roots: Int[Tensor, " B"], lm: LanguageHead) -> Scores:
-        spoken = {name: hidden.mean(-1).sigmoid() for name in self.signals}
+        spoken = {name: self._speak(hidden) for name in self.signals}
         return replace(super().open(hidden, roots, lm), signals=spoken)
+
+    def _speak(self, hidden: Float[Tensor, "*blocks D H"]) -> Tensor:
+        return hidden.mean((-2, -1) if self.by_block else -1).sigmoid()
 
 
 # -- training ---------------------------------------------------------------------------------------------------------
@@ -128,7 +132,7 @@ def check_block(block: BlockConstructor) -> None:
 
 def check_loss(term: LossTerm) -> None:
     """The term is a finite sum with a gradient, and slots that are not valid have no part in it."""
-    module = toy_module(loss={"own": term}, head=_SpeakingHead(signals=list(term.reads)))
+    module = toy_module(loss={"own": term}, head=_SpeakingHead(signals=list(term.reads), by_block=term.by_block))
     batch = toy_batch(module)
     out, features = module.outputs(batch)
     context = StepContext(0, 10, 0)

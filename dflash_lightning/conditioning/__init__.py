@@ -6,6 +6,7 @@ from dflash_lightning.conditioning.input_fusion import InputFusion
 from dflash_lightning.conditioning.kv_injection import KVInjection
 from dflash_lightning.conditioning.layer_mix import LayerMix
 from dflash_lightning.conditioning.null import NullConditioning
+from dflash_lightning.conditioning.retrace import ReTrace
 from dflash_lightning.conditioning.token_context import TokenContext
 from dflash_lightning.conditioning.token_fusion import TokenFusion
 
@@ -16,6 +17,7 @@ __all__ = [
     "KVInjection",
     "LayerMix",
     "NullConditioning",
+    "ReTrace",
     "TokenContext",
     "TokenFusion",
 ]

@@ -1,6 +1,7 @@
 """Head axis: from slot hidden states to draft distributions."""
 
 from dflash_lightning.head.base import DraftHead, HeadOutput
+from dflash_lightning.head.length import LengthHead
 from dflash_lightning.head.marginal import MarginalHead
 from dflash_lightning.head.markov import MarkovHead
 from dflash_lightning.head.survival import SurvivalHead
@@ -8,6 +9,7 @@ from dflash_lightning.head.survival import SurvivalHead
 __all__ = [
     "DraftHead",
     "HeadOutput",
+    "LengthHead",
     "MarginalHead",
     "MarkovHead",
     "SurvivalHead",

@@ -1,18 +1,24 @@
 """Loss axis: sums over slots, divided only after every rank has been counted."""
 
 from dflash_lightning.loss.base import LossTerm, SlotwiseLoss
+from dflash_lightning.loss.clipped import ClippedReverseKL
 from dflash_lightning.loss.confidence import ConfidenceLoss
 from dflash_lightning.loss.expected_length import BlockVerificationLoss, DPace
+from dflash_lightning.loss.length import LengthLoss
+from dflash_lightning.loss.stepped import SteppedCrossEntropy
 from dflash_lightning.loss.weighted import CrossEntropy, Divergence, TotalVariation, WeightedLoss
 
 __all__ = [
     "BlockVerificationLoss",
+    "ClippedReverseKL",
     "ConfidenceLoss",
     "CrossEntropy",
     "DPace",
     "Divergence",
+    "LengthLoss",
     "LossTerm",
     "SlotwiseLoss",
+    "SteppedCrossEntropy",
     "TotalVariation",
     "WeightedLoss",
 ]

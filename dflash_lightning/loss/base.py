@@ -42,6 +42,7 @@ class LossTerm(Component, ABC, axis=True):
     coefficient: float
     view: str
     reads: tuple[str, ...] = ()  # the signals of the head that the term trains
+    by_block: ClassVar[bool] = False  # whether these are a number per block [B, N], else one per slot [B, N, K]
     former: ClassVar[Mapping[str, str]] = {
         "needs_samples": 'write labels = "samples", and temperature if it is not 1',
         "numerator.views": "out.views holds them",

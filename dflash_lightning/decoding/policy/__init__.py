@@ -2,5 +2,6 @@
 
 from dflash_lightning.decoding.policy.base import WidthPolicy
 from dflash_lightning.decoding.policy.confidence import ConfidencePolicy
+from dflash_lightning.decoding.policy.length import LengthPolicy
 
-__all__ = ["ConfidencePolicy", "WidthPolicy"]
+__all__ = ["ConfidencePolicy", "LengthPolicy", "WidthPolicy"]
