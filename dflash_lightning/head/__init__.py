@@ -1,14 +1,18 @@
 """Head axis: from slot hidden states to draft distributions."""
 
 from dflash_lightning.head.base import DraftHead, HeadOutput
+from dflash_lightning.head.corrected import CorrectedHead
+from dflash_lightning.head.latent import LatentHead
 from dflash_lightning.head.length import LengthHead
 from dflash_lightning.head.marginal import MarginalHead
 from dflash_lightning.head.markov import MarkovHead
 from dflash_lightning.head.survival import SurvivalHead
 
 __all__ = [
+    "CorrectedHead",
     "DraftHead",
     "HeadOutput",
+    "LatentHead",
     "LengthHead",
     "MarginalHead",
     "MarkovHead",

@@ -5,6 +5,7 @@ from dflash_lightning.loss.clipped import ClippedReverseKL
 from dflash_lightning.loss.confidence import ConfidenceLoss
 from dflash_lightning.loss.expected_length import BlockVerificationLoss, DPace
 from dflash_lightning.loss.length import LengthLoss
+from dflash_lightning.loss.product import ProductLoss
 from dflash_lightning.loss.stepped import SteppedCrossEntropy
 from dflash_lightning.loss.weighted import CrossEntropy, Divergence, TotalVariation, WeightedLoss
 
@@ -17,6 +18,7 @@ __all__ = [
     "Divergence",
     "LengthLoss",
     "LossTerm",
+    "ProductLoss",
     "SlotwiseLoss",
     "SteppedCrossEntropy",
     "TotalVariation",

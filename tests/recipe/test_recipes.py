@@ -23,6 +23,7 @@ PARTNERS = {  # what an option does not go without
     ("loss", "survival"): ["head=survival"],
     ("head", "survival"): ["loss=[cross_entropy,survival]"],
     ("decoding", "confidence"): ["head=markov", "head.confidence=true", "loss=[cross_entropy,confidence]"],
+    ("decoding", "shared_budget"): ["head=corrected", "head.confidence=true", "loss=[cross_entropy,confidence]"],
     ("block", "tokens"): ["drafter=causal_transformer"],
     ("drafter", "causal_transformer"): ["block=tokens"],
     ("drafter", "feedback_transformer"): ["block=tokens", "conditioning=token_fusion"],
