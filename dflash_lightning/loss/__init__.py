@@ -3,14 +3,18 @@
 from dflash_lightning.loss.base import LossTerm, SlotwiseLoss
 from dflash_lightning.loss.confidence import ConfidenceLoss
 from dflash_lightning.loss.expected_length import BlockVerificationLoss, DPace
+from dflash_lightning.loss.lattice import LatticeLoss
+from dflash_lightning.loss.selector import CandidateCrossEntropy
 from dflash_lightning.loss.weighted import CrossEntropy, Divergence, TotalVariation, WeightedLoss
 
 __all__ = [
     "BlockVerificationLoss",
+    "CandidateCrossEntropy",
     "ConfidenceLoss",
     "CrossEntropy",
     "DPace",
     "Divergence",
+    "LatticeLoss",
     "LossTerm",
     "SlotwiseLoss",
     "TotalVariation",

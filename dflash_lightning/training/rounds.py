@@ -90,7 +90,7 @@ def draft_greedily(
         best_chain(model.open(some, some_roots, lm), some_roots)
         for some, some_roots in zip(states.split(step), roots.split(step), strict=True)
     ]
-    return torch.cat(drafts).view(slots.shape[:3])
+    return torch.cat(drafts).unflatten(0, slots.shape[:2])
 
 
 def best_chain(scores: Scores, roots: Int[Tensor, " B"]) -> Int[Tensor, "B D"]:
