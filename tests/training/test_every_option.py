@@ -40,6 +40,8 @@ SMALL: dict[str, list[str]] = {
     "smoke": [],
     "quickstart": ["data.limit=4", "conditioning.target_layer_ids=[2,4]"],
     "dflare": [*FEW, "conditioning.num_features=4"],
+    "lilicorr": [*FEW, "head.hidden_size=16", "head.factor_dim=16"],
+    "dflash2": [*FEW, "drafter.num_layers=2"],
 }
 CHOSEN = {
     ("callbacks", "checkpoint_last"): "callbacks=[checkpoint_last]",
