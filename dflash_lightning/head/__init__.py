@@ -1,14 +1,20 @@
 """Head axis: from slot hidden states to draft distributions."""
 
 from dflash_lightning.head.base import DraftHead, HeadOutput
+from dflash_lightning.head.experts import ExpertsHead
 from dflash_lightning.head.marginal import MarginalHead
 from dflash_lightning.head.markov import MarkovHead
+from dflash_lightning.head.prefix import PrefixHead
+from dflash_lightning.head.refiner import RefinerHead
 from dflash_lightning.head.survival import SurvivalHead
 
 __all__ = [
     "DraftHead",
+    "ExpertsHead",
     "HeadOutput",
     "MarginalHead",
     "MarkovHead",
+    "PrefixHead",
+    "RefinerHead",
     "SurvivalHead",
 ]

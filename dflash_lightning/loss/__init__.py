@@ -3,6 +3,8 @@
 from dflash_lightning.loss.base import LossTerm, SlotwiseLoss
 from dflash_lightning.loss.confidence import ConfidenceLoss
 from dflash_lightning.loss.expected_length import BlockVerificationLoss, DPace
+from dflash_lightning.loss.fading import FadingCrossEntropy
+from dflash_lightning.loss.refined import RefinedLoss
 from dflash_lightning.loss.weighted import CrossEntropy, Divergence, TotalVariation, WeightedLoss
 
 __all__ = [
@@ -11,7 +13,9 @@ __all__ = [
     "CrossEntropy",
     "DPace",
     "Divergence",
+    "FadingCrossEntropy",
     "LossTerm",
+    "RefinedLoss",
     "SlotwiseLoss",
     "TotalVariation",
     "WeightedLoss",
