@@ -112,8 +112,8 @@ class DraftModule(LightningModule):
         self._lm: LanguageHead = self.model.head_of(self.target.lm)
         if data is not None:
             self.model.config.chat_template_kwargs = dict(data.chat_template_kwargs)
-            summary = data.summary
-            check_labels(self.terms, summary.why_not_samples, unknown=summary.labels == "unknown")
+            self.model.head.count_labels(data.label_counts)
+            check_labels(self.terms, data.summary.why_not_samples, unknown=data.summary.labels == "unknown")
             check_teacher(self.terms, data.feature_products)
             data.bind(self.block, self.model.alignment, self.required(), self._vocabulary_mask())
 

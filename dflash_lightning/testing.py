@@ -96,18 +96,22 @@ def toy_batch(module: DraftModule) -> TrainBatch:
 
 
 class _SpeakingHead(MarginalHead):
-    """DFlash's head, with a signal for every name that a loss term wants to read."""
+    """DFlash's head, with a signal and a distribution for every name that a loss term wants to read."""
 
     name = "marginal_with_signals"
 
-    def __init__(self, *, signals: Sequence[str] = (), by_block: bool = False) -> None:
+    def __init__(
+        self, *, signals: Sequence[str] = (), by_block: bool = False, distributions: Sequence[str] = ("main",)
+    ) -> None:
         super().__init__()
         self.signals = tuple(signals)
         self.by_block = by_block
+        self.distributions = tuple(distributions)
 
     def outputs(self, hidden: Float[Tensor, "B N K H"], layout: BlockLayout, lm: LanguageHead) -> HeadOutput:
         spoken = {name: self._speak(hidden) for name in self.signals}
-        return HeadOutput(super().outputs(hidden, layout, lm).views, spoken)
+        views = super().outputs(hidden, layout, lm).views
+        return HeadOutput(dict.fromkeys(self.distributions, views["main"]), spoken)
 
     def open(self, hidden: Float[Tensor, "B D H"], roots: Int[Tensor, " B"], lm: LanguageHead) -> Scores:
         spoken = {name: self._speak(hidden) for name in self.signals}
@@ -136,7 +140,7 @@ def check_loss(term: LossTerm, head: DraftHead | None = None) -> None:
 
     Null takes DFlash's head, with a signal for every name that the term reads.
     """
-    speaking = _SpeakingHead(signals=list(term.reads), by_block=term.by_block)
+    speaking = _SpeakingHead(signals=list(term.reads), by_block=term.by_block, distributions=list(term.viewed()))
     module = toy_module(loss={"own": term}, head=speaking if head is None else head)
     batch = toy_batch(module)
     out, features = module.outputs(batch)
@@ -205,6 +209,8 @@ def _check_parts(**parts: Any) -> None:
     batch = toy_batch(module)
     out, _ = module.outputs(batch)
     assert "main" in out.views, f"outputs gives the views {sorted(out.views)}; 'main' is the one that is decoded with"
+    named = module.draft_model.head.distributions
+    assert set(named) <= set(out.views), f"outputs gives the views {sorted(out.views)}, but {named} are named"
     offered = set(module.draft_model.head.signals)
     assert set(out.signals) == offered, f"outputs gives the signals {sorted(out.signals)}, but names {sorted(offered)}"
     (log_prob,) = out.views["main"].ask(LabelLogProb(batch.layout.labels))

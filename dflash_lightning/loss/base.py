@@ -56,6 +56,10 @@ class LossTerm(Component, ABC, axis=True):
         """Weight of the term at this step; a term that weighs 0 is still evaluated (DDP wants every parameter)."""
         return self.coefficient
 
+    def viewed(self) -> tuple[str, ...]:
+        """Names of the head's distributions that the term scores."""
+        return (self.view,)
+
     def required(self) -> FeatureSpec:
         """Target features the term reads; ``last_hidden`` gives it a teacher."""
         return FeatureSpec()

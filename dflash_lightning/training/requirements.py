@@ -65,9 +65,15 @@ def check_signals(terms: Mapping[str, LossTerm], head: DraftHead) -> None:
     """Refuse a term that reads what the head does not offer, and a signal that no term trains but a policy would read.
 
     Raises:
-        ValueError: names the signal, or the heads that have candidates.
+        ValueError: names the distribution or the signal, or the heads that have candidates.
     """
     for name, term in terms.items():
+        if strange := [view for view in term.viewed() if view not in head.distributions]:
+            raise SettingError(
+                f"loss.{name}",
+                f"scores the distribution {strange[0]!r}, but head {head.name!r} offers {list(head.distributions)}",
+                do="Choose a head that has it, or another view",
+            )
         if missing := [signal for signal in term.reads if signal not in head.signals]:
             raise SettingError(
                 f"loss.{name}",

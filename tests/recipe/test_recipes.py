@@ -21,6 +21,9 @@ RECIPES = [name for name in recipe_names() if "/" not in name]  # test_ablations
 PARTNERS = {  # what an option does not go without
     ("loss", "confidence"): ["head=markov", "head.confidence=true"],
     ("loss", "survival"): ["head=survival"],
+    ("loss", "fading"): ["head=prefix"],
+    ("loss", "refined"): ["head=refiner"],
+    ("loss", "local"): ["head=experts"],
     ("head", "survival"): ["loss=[cross_entropy,survival]"],
     ("decoding", "confidence"): ["head=markov", "head.confidence=true", "loss=[cross_entropy,confidence]"],
     ("decoding", "shared_budget"): ["head=corrected", "head.confidence=true", "loss=[cross_entropy,confidence]"],
