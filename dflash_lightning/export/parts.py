@@ -93,7 +93,7 @@ def _lattice_shapes(stated: Mapping[str, Any], width: int, drafts: int) -> dict[
 
 def convolved(
     weights: Weights, at: str, convolution: tuple[int, int], x: Float[Tensor, "K H"]
-) -> tuple[Float[Tensor, "K H"], Callable[[Tensor], Tensor]]:
+) -> tuple[Float[Tensor, "K H"], Callable[[Float[Tensor, "K H"]], Float[Tensor, "K H"]]]:
     """What the sublayer reads, and what is done to what it gives."""
     taps, group = convolution
     base = weights[f"{at}.base_kernel"]
