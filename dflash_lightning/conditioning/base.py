@@ -29,8 +29,8 @@ class Conditioning(Component, nn.Module, ABC, axis=True):
     static shapes: no Python branch on tensor values). Both must give a block the same context: a test holds them
     together. ``provides`` names what its contexts offer beyond ``sources`` and ``slot_inputs``; a drafter may need it.
     One that ``carries`` also reads the target's states of drafts that the round before rejected. Training then plays
-    such a round for every block but the share ``fresh`` of them (``training.rounds``). If it also ``recalls``, it reads
-    the drafter's own last hidden states of those drafts, too.
+    such a round for the blocks of all documents but a share ``fresh`` (``training.rounds``). If it also ``recalls``, it
+    reads the drafter's own last hidden states of those drafts, too.
     """
 
     provides: ClassVar[frozenset[str]] = frozenset()
