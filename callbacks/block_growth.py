@@ -51,8 +51,12 @@ class BlockGrowth(Callback):
             )
         check_growth(pl_module.block, pl_module.draft_model)
 
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """For the evaluation before training, and for one that a run resumed at the end of an epoch made up for."""
+        self._judge(trainer, pl_module)
+
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """For the evaluation before training, and where this callback stands before the one that evaluates."""
+        """Where this callback stands before the one that evaluates."""
         self._judge(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
