@@ -167,8 +167,11 @@ def _check_invalid_slots(module: DraftModule, batch: TrainBatch) -> None:
     beside = hidden.shape[2] - layout.valid.shape[2]  # rows of the context, which belong to no slot
     sound = torch.nn.functional.pad(layout.valid, (0, beside), value=True)[..., None]
     found = []
+    spoken = model.outputs(hidden, layout, lm).signals
     for states in (hidden, torch.where(sound, hidden, noise)):
         out = model.outputs(states, layout, lm)
+        if module.terms["own"].by_block:  # what is said of a block may come from any of its slots
+            out.signals = spoken
         shares = module.loss_shares(
             replace(batch, layout=layout), out, features, StepContext(0, 10, 0), count_slots(layout)
         )
@@ -314,7 +317,7 @@ def _row(draft: Draft, live: Tensor, row: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def check_policy(policy: WidthPolicy) -> None:
     """A width is a whole number for each row, from 0; and the policy bears to be told what came of it."""
-    signals = {name: torch.full((2, _SLOTS), 0.5) for name in policy.reads}
+    signals = {name: torch.full((2,) if policy.by_block else (2, _SLOTS), 0.5) for name in policy.reads}
     draft = Draft(torch.tensor([[3, 1, 2, 4], [5, 1, 2, 4]]), "delta", signals=signals)
     policy.start(_where())
     for _ in range(3):
