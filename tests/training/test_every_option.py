@@ -43,11 +43,16 @@ SMALL: dict[str, list[str]] = {
     "lilicorr": [*FEW, "head.hidden_size=16", "head.factor_dim=16"],
     "dflash2": [*FEW, "drafter.num_layers=2"],
     "domino": [*FEW, "trainer.max_epochs=4"],  # the correction begins at 0 and is not trained in the first step
+    "dfly": [*FEW, "trainer.max_epochs=4"],  # its correction neither
+    "dblast": [*FEW, "trainer.max_epochs=4"],  # categories that begin alike do not part in the first step
 }
 CHOSEN = {
     ("callbacks", "checkpoint_last"): "callbacks=[checkpoint_last]",
     ("callbacks", "expected_tau"): "callbacks=[speculative_eval,checkpoint,expected_tau]",
 }
+
+# Recipes whose heads say how sure they are, for policies that read it.
+SPEAKERS = {("decoding", "confidence"): "dspark", ("decoding", "shared_budget"): "dfly"}
 
 
 @pytest.fixture(autouse=True)
@@ -111,7 +116,7 @@ def test_every_other_option_trains(place: Any, group: str, option: str, monkeypa
         monkeypatch.setattr(lightning_wandb, "_WANDB_AVAILABLE", True)
     chosen = CHOSEN.get((group, option), f"{group}={option}")
     name = f"{group}-{option}"
-    recipe = "dspark" if (group, option) == ("decoding", "confidence") else "dflash"  # a head that says how sure it is
+    recipe = SPEAKERS.get((group, option), "dflash")
     rows = [f"callbacks.expected_tau.rows={place.folder / 'train.jsonl'}"] if option == "expected_tau" else []
     assert place.fit(recipe, "trainer=cpu", chosen, *rows, *SHORT, *FEW, "trainer.log_every_n_steps=1", name=name) == 0
     checked(place, name)
