@@ -40,7 +40,12 @@ SMALL: dict[str, list[str]] = {
     "smoke": [],
     "quickstart": ["data.limit=4", "conditioning.target_layer_ids=[2,4]"],
     "dflare": [*FEW, "conditioning.num_features=4"],
-    "domino": [*FEW, "trainer.max_epochs=3"],  # the correction is not trained in the first step, and begins at 0
+    "domino": [
+        *FEW,
+        "trainer.max_epochs=3",
+        "head.state_size=32",
+    ],  # the correction is not trained in the first step, and begins at 0
+    "dels": [*FEW, "head.state_size=32"],
     "xpress": [*FEW, "trainer.max_epochs=2"],  # the readout begins at 0: in the first step nothing else is trained
 }
 CHOSEN = {
