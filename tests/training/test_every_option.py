@@ -45,6 +45,13 @@ SMALL: dict[str, list[str]] = {
     "domino": [*FEW, "trainer.max_epochs=4"],  # the correction begins at 0 and is not trained in the first step
     "dfly": [*FEW, "trainer.max_epochs=4"],  # its correction neither
     "dblast": [*FEW, "trainer.max_epochs=4"],  # categories that begin alike do not part in the first step
+    "domino": [
+        *FEW,
+        "trainer.max_epochs=3",
+        "head.state_size=32",
+    ],  # the correction is not trained in the first step, and begins at 0
+    "dels": [*FEW, "head.state_size=32"],
+    "xpress": [*FEW, "trainer.max_epochs=2"],  # the readout begins at 0: in the first step nothing else is trained
 }
 CHOSEN = {
     ("callbacks", "checkpoint_last"): "callbacks=[checkpoint_last]",
