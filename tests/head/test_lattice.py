@@ -176,7 +176,7 @@ def walk(start: Tensor, pair: Tensor, monkeypatch: pytest.MonkeyPatch) -> Scores
     likely = torch.full((drafts, 40), -9.0)
     for slot in range(drafts):
         likely[slot, 10 * slot : 10 * slot + k] = -torch.arange(float(k))
-    lm = LanguageHead(torch.eye(40), embedding=torch.zeros(40, 4))
+    lm = LanguageHead(torch.eye(40), embedding=torch.zeros(40, 40))
     return head.open(torch.cat([likely, torch.zeros(1, 40)])[None], torch.tensor([7]), lm)
 
 
