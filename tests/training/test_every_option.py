@@ -40,8 +40,9 @@ SMALL: dict[str, list[str]] = {
     "smoke": [],
     "quickstart": ["data.limit=4", "conditioning.target_layer_ids=[2,4]"],
     "dflare": [*FEW, "conditioning.num_features=4"],
-    "lilicorr": [*FEW, "head.hidden_size=16", "head.factor_dim=16"],
-    "dflash2": [*FEW, "drafter.num_layers=2"],
+    # Enough candidates for labels to be among them, and steps enough to move what starts as a factor of 0.
+    "lilicorr": [*FEW, "block.block_size=4", "head.candidates=120", "head.hidden_size=16", "head.factor_dim=16"],
+    "dflash2": [*FEW, "drafter.num_layers=2", "head.candidates=100", "data.packing=false"],
 }
 CHOSEN = {
     ("callbacks", "checkpoint_last"): "callbacks=[checkpoint_last]",
