@@ -28,7 +28,7 @@ from dflash_lightning.decoding.sampling import Sampler, SamplingSpec
 from dflash_lightning.decoding.types import Draft, Round, Scores, Verdict
 from dflash_lightning.decoding.verifier import Verifier
 from dflash_lightning.drafter import BlockTransformer, Drafter
-from dflash_lightning.head import DraftHead, MarginalHead
+from dflash_lightning.head import DraftHead, MarginalHead, SelectorHead
 from dflash_lightning.loss import CrossEntropy, LossTerm
 from dflash_lightning.module import DraftModule, OptimSettings
 from dflash_lightning.ops.candidates import NO_CANDIDATE
@@ -138,8 +138,11 @@ def check_block(block: BlockConstructor) -> None:
 def check_loss(term: LossTerm, head: DraftHead | None = None) -> None:
     """The term is a finite sum with a gradient, and slots that are not valid have no part in it.
 
-    Null takes DFlash's head, with a signal for every name that the term reads.
+    Null takes DFlash's head with a signal for every name that the term reads, or one that has candidates if it reads
+    those.
     """
+    if head is None and term.chooses:
+        head = SelectorHead(candidates=16, rank=4)
     speaking = _SpeakingHead(signals=list(term.reads), by_block=term.by_block, distributions=list(term.viewed()))
     module = toy_module(loss={"own": term}, head=speaking if head is None else head)
     batch = toy_batch(module)
