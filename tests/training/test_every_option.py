@@ -40,11 +40,14 @@ SMALL: dict[str, list[str]] = {
     "smoke": [],
     "quickstart": ["data.limit=4", "conditioning.target_layer_ids=[2,4]"],
     "dflare": [*FEW, "conditioning.num_features=4"],
-    "lilicorr": [*FEW, "head.hidden_size=16", "head.factor_dim=16"],
-    "dflash2": [*FEW, "drafter.num_layers=2"],
-    "domino": [*FEW, "trainer.max_epochs=4"],  # the correction begins at 0 and is not trained in the first step
-    "dfly": [*FEW, "trainer.max_epochs=4"],  # its correction neither
+    "dfly": [*FEW, "trainer.max_epochs=4"],  # its correction begins at 0 and is not trained in the first step
     "dblast": [*FEW, "trainer.max_epochs=4"],  # categories that begin alike do not part in the first step
+    "domino": [*FEW, "trainer.max_epochs=3", "head.state_size=32"],  # its correction as dfly's
+    "dels": [*FEW, "head.state_size=32"],
+    "xpress": [*FEW, "trainer.max_epochs=2"],  # the readout begins at 0: in the first step nothing else is trained
+    # Enough candidates for labels to be among them, and steps enough to move what starts as a factor of 0.
+    "lilicorr": [*FEW, "block.block_size=4", "head.candidates=120", "head.hidden_size=16", "head.factor_dim=16"],
+    "dflash2": [*FEW, "drafter.num_layers=2", "head.candidates=100", "data.packing=false"],
 }
 CHOSEN = {
     ("callbacks", "checkpoint_last"): "callbacks=[checkpoint_last]",
