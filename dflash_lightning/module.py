@@ -41,7 +41,7 @@ from dflash_lightning.training.guard import (
 )
 from dflash_lightning.training.log import StepLog
 from dflash_lightning.training.optim import LengthChange, OptimSettings, gradients, length_change, set_rates
-from dflash_lightning.training.requirements import check_labels, check_signals, check_teacher
+from dflash_lightning.training.requirements import check_labels, check_signals, check_tallies, check_teacher
 from dflash_lightning.training.rounds import begin_rounds, play_round
 from dflash_lightning.types import BlockLayout, FeatureSpec, SlotTotals, StepContext, TargetFeatures, TrainBatch
 
@@ -112,8 +112,8 @@ class DraftModule(LightningModule):
         self._lm: LanguageHead = self.model.head_of(self.target.lm)
         if data is not None:
             self.model.config.chat_template_kwargs = dict(data.chat_template_kwargs)
-            summary = data.summary
-            check_labels(self.terms, summary.why_not_samples, unknown=summary.labels == "unknown")
+            self.model.head.count_labels(data.label_counts)
+            check_labels(self.terms, data.summary.why_not_samples, unknown=data.summary.labels == "unknown")
             check_teacher(self.terms, data.feature_products)
             data.bind(self.block, self.model.alignment, self.required(), self._vocabulary_mask())
 
@@ -142,13 +142,13 @@ class DraftModule(LightningModule):
 
     def on_fit_start(self) -> None:
         check_trainer(self.trainer, self.draft_model)
+        check_tallies(self.terms, self.trainer.accumulate_grad_batches)
         self.target.to(self.device)
         if self.draft_model.conditioning.carries:
             self._reader = begin_rounds(self.target, self.draft_model, self.trainer)
         self._lm = self.draft_model.head_of(self.target.lm)
         self._initial = checksums(self.draft_model)
-        self._totals, self._window_samples = None, []
-        self._guard = self._make_guard()
+        self._totals, self._window_samples, self._guard = None, [], self._make_guard()
 
     def _make_guard(self) -> StepGuard:
         named = {name: p for name, p in self.draft_model.named_parameters() if p.requires_grad}
@@ -209,7 +209,7 @@ class DraftModule(LightningModule):
         """Coefficient of every loss term, and this micro-batch's share of the term of a window with ``totals``."""
         teacher, shares = self._teacher(features, batch.layout), {}
         for name, term in self.terms.items():
-            denominator = term.denominator(totals)
+            denominator = term.divisor(totals, out, batch.layout, self._sum_over_ranks)
             numerator = term.numerator(out, batch.layout, teacher, context)
             shares[name] = (term.coef(context), numerator / torch.where(denominator > 0, denominator, 1.0))
         return shares
@@ -234,7 +234,7 @@ class DraftModule(LightningModule):
 
     def _sum_over_ranks(self, vector: Float[Tensor, " Q"]) -> Float[Tensor, " Q"]:
         """Every rank must call this with a vector of the same length, whatever its batch holds."""
-        if self.trainer.world_size > 1:
+        if self._trainer is not None and self.trainer.world_size > 1:
             torch.distributed.all_reduce(vector)
         return vector
 

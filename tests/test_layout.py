@@ -63,6 +63,7 @@ METHODS = [
     *("dspark", "domino", "dflare", "dfly", "dbloom", "jetspec", "xpress", "eagle", "dpace", "d_pace", "d-pace"),
     *("flexdraft", "peft_bd", "gravity", "longspark", "h_spec", "dblast", "adaflash", "specforge", "medusa"),
     *("ddtree", "tsubame", "carryover", "carry_over", "markov", "input_fusion", "layer_mix", "target_tail", "kl_"),
+    *("lilicorr", "latticehead", "selectorhead", "dflash2", "conv_transformer"),
     *("forward_kl", "reverse_kl", "block_verification", "dflash_ar", "causal_transformer", "feedback_transformer"),
 ]
 

@@ -182,6 +182,11 @@ class DraftData(LightningDataModule):
         self.setup()
         return self.documents.used_ids()
 
+    def label_counts(self) -> dict[int, int]:
+        """Token ids that are supervised in the training documents, with how often."""
+        self.setup()
+        return self.documents.used_ids(labels_only=True)
+
     # -- micro-batches ------------------------------------------------------------------------------------------------
 
     def bind(

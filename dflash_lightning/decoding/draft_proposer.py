@@ -211,7 +211,8 @@ def num_drafts(draft: DraftModel, block_size: int | None, *, untrained_slots: bo
     """Tokens drafted per round where the drafter is fed ``block_size`` slots, the root's included; null: all it has.
 
     Raises:
-        ValueError: it was trained with fewer slots, and ``untrained_slots`` is false.
+        ValueError: it was trained with fewer slots, and ``untrained_slots`` is false; or the head has no weights for
+            so many.
     """
     own = draft.alignment
     if block_size is None:
@@ -223,7 +224,14 @@ def num_drafts(draft: DraftModel, block_size: int | None, *, untrained_slots: bo
             allowed=f"Use a number from 2 to {own.block_size}, or null for all of them",
             do="To see what more are worth all the same, set decoding.untrained_slots=true",
         )
-    return dataclasses.replace(own, block_size=block_size).num_drafts
+    found, most = dataclasses.replace(own, block_size=block_size).num_drafts, draft.head.most_drafts
+    if most is not None and found > most:
+        raise SettingError(
+            "decoding.block_size",
+            f"{block_size} slots, but the drafter's head has weights for {most} drafts",
+            allowed=f"Use a number from 2 to {own.block_size}, or null for all of them",
+        )
+    return found
 
 
 def decode_copy(draft: DraftModel, target: FrozenTarget) -> DraftModel:
