@@ -20,6 +20,9 @@ from dflash_lightning.recipe.hints import advice, conform, describe, fits
 RECIPES = [name for name in recipe_names() if "/" not in name]  # test_ablations.py has those in sub-folders
 PARTNERS = {  # what an option does not go without
     ("loss", "confidence"): ["head=markov", "head.confidence=true"],
+    ("loss", "length"): ["head=length"],
+    ("head", "length"): ["loss=[cross_entropy,length]"],
+    ("decoding", "length"): ["head=length", "loss=[cross_entropy,length]"],
     ("loss", "survival"): ["head=survival"],
     ("loss", "fading"): ["head=prefix"],
     ("loss", "refined"): ["head=refiner"],
