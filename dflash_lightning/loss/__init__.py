@@ -3,6 +3,7 @@
 from dflash_lightning.loss.base import LossTerm, SlotwiseLoss
 from dflash_lightning.loss.confidence import ConfidenceLoss
 from dflash_lightning.loss.expected_length import BlockVerificationLoss, DPace
+from dflash_lightning.loss.reach import ReachLoss
 from dflash_lightning.loss.weighted import CrossEntropy, Divergence, TotalVariation, WeightedLoss
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "DPace",
     "Divergence",
     "LossTerm",
+    "ReachLoss",
     "SlotwiseLoss",
     "TotalVariation",
     "WeightedLoss",
