@@ -62,7 +62,7 @@ LAZY = {"__init__.py", "cli.py"}
 METHODS = [
     *("dspark", "domino", "dflare", "dfly", "dbloom", "jetspec", "xpress", "eagle", "dpace", "d_pace", "d-pace"),
     *("flexdraft", "peft_bd", "gravity", "longspark", "h_spec", "dblast", "adaflash", "specforge", "medusa"),
-    *("ddtree", "caddtree", "bastion", "pctree", "dartree", "dominotree", "treeflash", "taps", "tsubame"),
+    *("ddtree", "caddtree", "bastion", "pctree", "dartree", "dominotree", "treeflash", "tsubame"),
     *("carryover", "carry_over", "markov", "input_fusion", "layer_mix", "target_tail", "kl_"),
     *("forward_kl", "reverse_kl", "block_verification", "dflash_ar", "causal_transformer", "feedback_transformer"),
 ]
