@@ -15,6 +15,7 @@ from dflash_lightning.decoding.cost import CostBook, CostTable, Roofline, RoundT
 from dflash_lightning.decoding.sampling import Sampler
 from dflash_lightning.decoding.types import Draft, Round, Scores
 from dflash_lightning.errors import SettingError
+from dflash_lightning.types import TargetFacts
 
 Stop = Literal["first", "best"]
 Plan = Literal["round", "mean"]
@@ -53,11 +54,12 @@ class PricedTree(DraftBuilder):
             return best_tree(roots, scores, self.max_budget, self.branch)
 
         book = CostBook(None if self.folder is None else Path(self.folder))
-        self.learn(book.table(place, lambda: timer.table(self.max_budget, grown, repeats=self.repeats)), timer)
+        table = book.table(place, lambda: timer.table(self.max_budget, grown, repeats=self.repeats))
+        self.learn(table, timer.target.facts, timer.batch_size)
 
     @abstractmethod
-    def learn(self, table: CostTable, timer: RoundTimer) -> None:
-        """Take in what was measured."""
+    def learn(self, table: CostTable, facts: TargetFacts, batch_size: int) -> None:
+        """Take in what was measured with a target of these ``facts``."""
 
     @abstractmethod
     def choose(self, masses: list[float], rows: int, context: float) -> int:
@@ -139,7 +141,7 @@ class CostTree(PricedTree):
         self._seen: list[list[float]] = []  # of the rounds since the last decision: masses, per text
         self._decided: int | None = None
 
-    def learn(self, table: CostTable, timer: RoundTimer) -> None:
+    def learn(self, table: CostTable, facts: TargetFacts, batch_size: int) -> None:
         if self.cost == "line":
             self.table = table.straight()
         else:
@@ -206,8 +208,8 @@ class RooflineTree(PricedTree):
         self.folder = folder
         self.roofline: Roofline | None = None
 
-    def learn(self, table: CostTable, timer: RoundTimer) -> None:
-        self.roofline = Roofline.fitted(table, timer.target.facts, timer.batch_size)
+    def learn(self, table: CostTable, facts: TargetFacts, batch_size: int) -> None:
+        self.roofline = Roofline.fitted(table, facts, batch_size)
 
     def choose(self, masses: list[float], rows: int, context: float) -> int:
         if self.roofline is None:

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 
-def rising(values: Sequence[float]) -> list[float]:
+def rising(values: Sequence[float | int]) -> list[float]:
     """The sequence that never falls and lies nearest to ``values`` (pool adjacent violators)."""
     blocks: list[tuple[float, int]] = []  # mean and length
     for value in values:
@@ -21,7 +21,7 @@ def rising(values: Sequence[float]) -> list[float]:
     return [mean for mean, length in blocks for _ in range(length)]
 
 
-def rising_convex(places: Sequence[float], values: Sequence[float]) -> list[float]:
+def rising_convex(places: Sequence[float | int], values: Sequence[float | int]) -> list[float]:
     """The convex function that never falls and lies nearest to ``values`` at rising ``places``, at these places.
 
     Such a function is a constant and hinges at the places but the last, with weights that are not negative.

@@ -34,12 +34,12 @@ class Roofline:
     memory: tuple[float, float]
     draft: float
 
-    def verify(self, tokens: float, context: float) -> float:
+    def verify(self, tokens: float | int, context: float | int) -> float:
         """Seconds to judge ``tokens`` of each row after ``context``."""
         operations, moved = amounts(self.facts, tokens, context, self.batch_size)
         return max(self.arithmetic[0] * operations + self.arithmetic[1], self.memory[0] * moved + self.memory[1])
 
-    def seconds(self, most: int, context: float) -> list[float]:
+    def seconds(self, most: int, context: float | int) -> list[float]:
         """A whole round with 0 to ``most`` nodes besides the root, where ``context`` tokens are committed."""
         return [self.draft + self.verify(count, context) for count in range(1, most + 2)]
 
@@ -55,7 +55,7 @@ class Roofline:
         return cls(facts, batch_size, arithmetic, memory, sum(table.draft) / len(table.draft))
 
 
-def amounts(facts: TargetFacts, tokens: float, context: float, batch_size: int) -> tuple[float, float]:
+def amounts(facts: TargetFacts, tokens: float | int, context: float | int, batch_size: int) -> tuple[float, float]:
     """Floating-point operations, and numbers read or written, of one forward of ``tokens`` after ``context``.
 
     Weights are read once for all rows, keys and values of every row once; each token is multiplied with all weights and
@@ -70,7 +70,9 @@ def amounts(facts: TargetFacts, tokens: float, context: float, batch_size: int) 
     return float(operations), float(moved)
 
 
-def two_lines(entries: Sequence[tuple[float, float, float]]) -> tuple[tuple[float, float], tuple[float, float]]:
+def two_lines(
+    entries: Sequence[tuple[float | int, float | int, float | int]],
+) -> tuple[tuple[float, float], tuple[float, float]]:
     """Slope and base of two lines whose maximum is nearest to entries ``(x of one, x of the other, value)``."""
     data = torch.tensor(entries, dtype=torch.float64)
     first, second, values = data.unbind(1)

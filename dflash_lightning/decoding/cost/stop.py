@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def rates(masses: Sequence[float], seconds: Sequence[float], rows: int = 1) -> list[float]:
+def rates(masses: Sequence[float | int], seconds: Sequence[float | int], rows: int = 1) -> list[float]:
     """``theta_n``: tokens per second with the first ``n`` nodes, for ``n`` from 0 (CaDDTree, arXiv 2606.01813).
 
     ``theta_n = (rows + masses[0] + .. + masses[n - 1]) / seconds[n]``: every one of ``rows`` texts gains the target's
@@ -19,7 +19,7 @@ def rates(masses: Sequence[float], seconds: Sequence[float], rows: int = 1) -> l
     return found
 
 
-def first_stop(theta: Sequence[float]) -> int:
+def first_stop(theta: Sequence[float | int]) -> int:
     """The number of nodes before the first one that brings no gain.
 
     Where paths come best first and the cost is convex, this is the best number of all: ``theta_n`` is the mediant of
@@ -31,6 +31,6 @@ def first_stop(theta: Sequence[float]) -> int:
     return len(theta) - 1
 
 
-def best_stop(theta: Sequence[float]) -> int:
+def best_stop(theta: Sequence[float | int]) -> int:
     """The best number of nodes, the least among equals: for costs with steps, as those of tiled kernels."""
     return max(range(len(theta)), key=theta.__getitem__)

@@ -25,10 +25,10 @@ class CostTable:
 
     nodes: tuple[int, ...]
     contexts: tuple[int, ...]
-    verify: tuple[tuple[float, ...], ...]
-    draft: tuple[float, ...]
+    verify: tuple[tuple[float | int, ...], ...]
+    draft: tuple[float | int, ...]
 
-    def seconds(self, most: int, context: float) -> list[float]:
+    def seconds(self, most: int, context: float | int) -> list[float]:
         """A whole round with 0 to ``most`` nodes besides the root, where ``context`` tokens are committed."""
         rows = [[interpolated(self.nodes, row, count) for count in range(1, most + 2)] for row in self.verify]
         whole = [[draft + seconds for seconds in row] for draft, row in zip(self.draft, rows, strict=True)]
@@ -47,13 +47,13 @@ class CostTable:
         inside = [place for place, count in enumerate(self.nodes) if _LINE_FROM <= count <= _LINE_TO]
         used = inside if len(inside) > 1 else list(range(len(self.nodes)))
 
-        def line(row: Sequence[float]) -> list[float]:
+        def line(row: Sequence[float | int]) -> list[float]:
             first, slope = line_through([self.nodes[i] for i in used], [row[i] for i in used])
             return [first + max(slope, 0.0) * count for count in self.nodes]
 
         return self._with(line)
 
-    def _with(self, change: Callable[[Sequence[float]], list[float]]) -> CostTable:
+    def _with(self, change: Callable[[Sequence[float | int]], list[float]]) -> CostTable:
         return replace(self, verify=tuple(tuple(change(row)) for row in self.verify))
 
     def plain(self) -> dict[str, Any]:
@@ -67,14 +67,14 @@ class CostTable:
         return cls(tuple(plain["nodes"]), tuple(plain["contexts"]), verify, tuple(plain["draft"]))
 
 
-def line_through(places: Sequence[float], values: Sequence[float]) -> tuple[float, float]:
+def line_through(places: Sequence[float | int], values: Sequence[float | int]) -> tuple[float, float]:
     """``c0`` and ``c1`` of the line ``c0 + c1 x`` nearest to the values."""
     x, y = torch.tensor(places, dtype=torch.float64), torch.tensor(values, dtype=torch.float64)
     slope = ((x - x.mean()) * (y - y.mean())).sum() / ((x - x.mean()) ** 2).sum()
     return float(y.mean() - slope * x.mean()), float(slope)
 
 
-def interpolated(places: Sequence[float], values: Sequence[float], at: float) -> float:
+def interpolated(places: Sequence[float | int], values: Sequence[float | int], at: float | int) -> float:
     """The value at a place, on straight lines between rising ``places``; beyond them the lines at the ends go on."""
     if len(places) == 1:
         return values[0]
