@@ -30,6 +30,7 @@ from dflash_lightning.decoding.builder import (
     BestFirstTree,
     CostTree,
     DraftBuilder,
+    FanTree,
     LayerTree,
     RooflineTree,
     SampledTree,
@@ -47,6 +48,7 @@ GREEDY: dict[str, Any] = {
     "layers, k = 4": lambda n: LayerTree(budget=n, width=4, branch=4, pool_all=True),
     "layers, pruned": lambda n: LayerTree(budget=n, width=12, branch=64, depth_bonus=-0.2, candidates=64),
     "layers, equal shares": lambda n: LayerTree(budget=n, candidates=64),
+    "fans of 7": lambda n: FanTree(budget=n),
     "table, 16 x 16": lambda n: TableTree(budget=n),
 }
 PRICED: dict[str, Any] = {

@@ -64,6 +64,7 @@ METHODS = [
     *("flexdraft", "peft_bd", "gravity", "longspark", "h_spec", "dblast", "adaflash", "specforge", "medusa"),
     *("ddtree", "caddtree", "bastion", "pctree", "dartree", "dominotree", "treeflash", "tsubame"),
     *("carryover", "carry_over", "markov", "input_fusion", "layer_mix", "target_tail", "kl_"),
+    *("lilicorr", "latticehead", "selectorhead", "dflash2", "conv_transformer"),
     *("forward_kl", "reverse_kl", "block_verification", "dflash_ar", "causal_transformer", "feedback_transformer"),
 ]
 

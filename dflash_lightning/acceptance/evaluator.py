@@ -19,8 +19,8 @@ from dflash_lightning.block import lay_out, merge_layouts
 from dflash_lightning.decoding import DecodingSettings
 from dflash_lightning.decoding.draft_proposer import decode_copy
 from dflash_lightning.model import DraftModel
+from dflash_lightning.ops.chunks import chunk_bytes, cut
 from dflash_lightning.ops.plain_mode import plain_mode
-from dflash_lightning.ops.teacher import chunk_bytes, cut
 from dflash_lightning.target import FrozenTarget
 from dflash_lightning.types import BlockLayout, Document, FeatureSpec, TargetFeatures
 

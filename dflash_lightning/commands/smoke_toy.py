@@ -27,6 +27,8 @@ _AT_MOST: dict[str, int] = {
     "block.num_anchors": 8,
     "conditioning.num_features": 2,
     "drafter.num_layers": 2,
+    "head.hidden_size": 16,
+    "head.factor_dim": 16,
     "data.num_workers": 0,
     "data.rows_per_batch": 2,
     "decoding.max_new_tokens": 16,

@@ -27,16 +27,20 @@ class Conditioning(Component, nn.Module, ABC, axis=True):
     Settings only in the constructor; ``build`` makes the weights. ``prepare`` serves training (all context of a batch
     at once, gradients enabled), ``extend`` serves decoding (a chunk of new rows per round, in place, compiled with
     static shapes: no Python branch on tensor values). Both must give a block the same context: a test holds them
-    together. ``provides`` names what its contexts offer beyond ``sources`` and ``slot_inputs``; a drafter may need it.
+    together. ``provides`` names what its contexts offer beyond ``sources`` and ``slot_inputs``; a drafter or a head may
+    need it. ``wanted`` is what those of this model do need, set by the model.
     One that ``carries`` also reads the target's states of drafts that the round before rejected. Training then plays
-    such a round for every block but the share ``fresh`` of them (``training.rounds``).
+    such a round for every block but the share ``fresh`` of them (``training.rounds``). If it also ``recalls``, it reads
+    the drafter's own last hidden states of those drafts, too.
     """
 
     provides: ClassVar[frozenset[str]] = frozenset()
     taps_layers: ClassVar[bool] = True  # whether there is nothing to read without target layers
     carries: ClassVar[bool] = False
+    recalls: ClassVar[bool] = False
     former: ClassVar[Mapping[str, str]] = {"extend.hidden": "features.hidden holds them"}
     fresh: float = 0.0
+    wanted: frozenset[str] = frozenset()
     target_layer_ids: list[int] | None
 
     @abstractmethod
@@ -90,6 +94,9 @@ class Conditioning(Component, nn.Module, ABC, axis=True):
         """
         raise NotImplementedError(f"{type(self).__name__} carries nothing")
 
+    def at_step(self, step: int) -> None:
+        """Told before a round is played in training how many optimizer steps were made; by default of no interest."""
+
     def states(self, hidden: Float[Tensor, "B R T Ht"]) -> Float[Tensor, "B R H"]:
         """One context state per position, which every draft layer projects; for generators that keep their own cache.
 
@@ -132,6 +139,11 @@ class RowConditioning(Conditioning):
     feature does not exist yet when the block is drafted.
     """
 
+    @property
+    def keeps_boundary(self) -> bool:
+        """Whether ``rows`` gives a boundary."""
+        return BOUNDARY in self.provides
+
     @abstractmethod
     def rows(self, features: TargetFeatures, lm: LanguageHead) -> Rows:
         """The rows of all positions of ``features``."""
@@ -163,7 +175,7 @@ class RowConditioning(Conditioning):
         self, config: DraftConfig, *, batch_size: int, num_rows: int, dtype: torch.dtype, device: torch.device
     ) -> dict[str, Tensor]:
         cache = super().make_cache(config, batch_size=batch_size, num_rows=num_rows, dtype=dtype, device=device)
-        if BOUNDARY in self.provides:
+        if self.keeps_boundary:
             cache[BOUNDARY] = torch.zeros(batch_size, config.hidden_size, dtype=dtype, device=device)
         return cache
 

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from dflash_lightning.conditioning.base import RowConditioning, Rows
+from dflash_lightning.conditioning.base import BOUNDARY, RowConditioning, Rows
 from dflash_lightning.draft_config import DraftConfig
 from dflash_lightning.errors import SettingError
 from dflash_lightning.layer_ids import default_layer_ids
@@ -88,13 +88,22 @@ class FusedFeatures(RowConditioning):
 
 
 class KVInjection(FusedFeatures):
-    """``RMSNorm(fc([h_1; ..; h_T]))``, one context state per position, which every draft layer projects itself."""
+    """``RMSNorm(fc([h_1; ..; h_T]))``, one context state per position, which every draft layer projects itself.
+
+    Its ``boundary`` is the state of the last row before a block, kept only where somebody reads it.
+    """
 
     name = "kv_injection"
     initial = frozenset({"num_features"})
+    provides = frozenset({BOUNDARY})
+
+    @property
+    def keeps_boundary(self) -> bool:
+        return BOUNDARY in self.wanted
 
     def rows(self, features: TargetFeatures, lm: LanguageHead) -> Rows:
-        return Rows(self.fuse(features.select(self.required().layer_ids)))
+        states = self.fuse(features.select(self.required().layer_ids))
+        return Rows(states, boundary=states if self.keeps_boundary else None)
 
     def states(self, hidden: Float[Tensor, "B R T Ht"]) -> Float[Tensor, "B R H"]:
         return self.fuse(hidden)

@@ -91,10 +91,14 @@ class BlockTransformer(Drafter):
             raise SettingError("hidden_act", f"{config.hidden_act!r} is unknown", f"Use one of {sorted(ACTIVATIONS)}")
         self._theta = check_rope(config.rope_parameters or {}, where="rope_parameters")
         self._head_dim = config.head_dim
-        self.layers = nn.ModuleList(DraftLayer(config.geometry, i) for i in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(self.make_layer(config.geometry, i) for i in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         for layer in self._layers():
             layer.initialise(std=self.init_std, qk_norm_gain=self.qk_norm_gain)
+
+    def make_layer(self, geometry: LayerGeometry, index: int) -> DraftLayer:
+        """Draft layer number ``index``, with weights that ``DraftLayer.initialise`` is about to set."""
+        return DraftLayer(geometry, index)
 
     def forward(
         self, slots: Float[Tensor, "B N K H"], positions: Int[Tensor, "B N K"], context: ContextState

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float, Int
@@ -131,7 +132,13 @@ class SwiGLU(nn.Module):
 
 
 class DraftLayer(nn.Module):
-    """Pre-norm attention and MLP with residuals; the context itself gets no residual, MLP or output projection."""
+    """Pre-norm attention and MLP with residuals; the context itself gets no residual, MLP or output projection.
+
+    ``fresh`` are how the names of weights begin that a decoder layer of a target does not have: they start by
+    themselves where the others are copied.
+    """
+
+    fresh: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, geometry: LayerGeometry, layer: int) -> None:
         super().__init__()

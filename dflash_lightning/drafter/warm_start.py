@@ -37,7 +37,7 @@ def copy_layer(source: Mapping[str, Tensor], layer: DraftLayer, *, where: str) -
         ValueError: a shape differs, or the target layer has weights that a draft layer has no place for (biases,
             experts, further norms): half a layer is not a warm start.
     """
-    own = layer.state_dict()
+    own = {name: value for name, value in layer.state_dict().items() if not name.startswith(layer.fresh)}
     unknown = sorted(set(source) - set(own))
     missing = sorted(set(own) - set(source) - set(OPTIONAL))
     if unknown or missing:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dflash_lightning.draft_config import DraftConfig
 from dflash_lightning.export.conventions import Conventions
-from dflash_lightning.model.trio import KNOWN_ELSEWHERE, unknown_elsewhere
+from dflash_lightning.model.trio import TRIOS, trio_of, unknown_elsewhere
 from dflash_lightning.target import FrozenTarget
 from dflash_lightning.target.served import served_settings
 from dflash_lightning.types import TargetFacts
@@ -89,6 +89,7 @@ class Exporter(ABC):
     name: ClassVar[str]
     consumer: ClassVar[str]
     read_in: ClassVar[str]  # package and version whose loader was read
+    holds: ClassVar[tuple[str, ...]] = ("DFlash",)  # names of ``TRIOS``
     holds_reduced_vocabulary: ClassVar[bool] = False
     holds_anchor_first: ClassVar[bool] = False
     activations: ClassVar[tuple[str, ...]] = ("silu",)
@@ -105,8 +106,9 @@ class Exporter(ABC):
         Without ``facts`` only what the drafter's configuration decides, which is known before a target is loaded.
         """
         reasons = []
-        if lacking := unknown_elsewhere(config):
-            reasons.append(f"{self.consumer} has no {lacking}, only {KNOWN_ELSEWHERE}")
+        if trio_of(config) not in self.holds:
+            known = "; ".join(f"{trio} ({TRIOS[trio]})" for trio in self.holds)
+            reasons.append(f"{self.consumer} has no {unknown_elsewhere(config)}, only {known}")
         if config.draft_vocab_size is not None and not self.holds_reduced_vocabulary:
             reasons.append(
                 f"the drafter knows {config.draft_vocab_size} of {config.vocab_size} tokens, and {self.consumer} would "

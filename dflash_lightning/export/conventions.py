@@ -7,7 +7,7 @@ convention that two implementations disagree about can be changed by itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional as F
+
+from dflash_lightning.export.parts import Parts, convolved, lattice_walk, selector_walk
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -47,6 +49,7 @@ class Conventions:
     intermediate_size: int
     scale: float
     eps: float
+    vocab_size: int = 0
     activation: str = "silu"
     first_slot: int = 1
     embedding_scale: float = 1.0
@@ -55,6 +58,7 @@ class Conventions:
     interleaved: bool = False
     rotary_share: float = 1.0
     position_offset: int = 0
+    parts: Parts = field(default_factory=Parts)
 
     def but(self, **changes: Any) -> Conventions:
         """The same with some fields changed."""
@@ -89,7 +93,8 @@ class Conventions:
         }
         shapes = {"fc": (width, len(self.layer_ids) * width), "hidden_norm": (width,), "norm": (width,)}
         shapes |= {f"layers.{i}.{name}": shape for i in range(self.num_layers) for name, shape in layer.items()}
-        return {f"{name}.weight": shape for name, shape in shapes.items()}
+        named = {f"{name}.weight": shape for name, shape in shapes.items()}
+        return named | self.parts.shapes(self.num_layers, width, self.num_drafts, self.vocab_size)
 
 
 @dataclass
@@ -112,9 +117,41 @@ class Drafting:
         positions = torch.cat([torch.arange(len(states), device=x.device), anchor + c.position_offset + slots])
         for layer in range(c.num_layers):
             seen = self._visible(layer, anchor, len(x)).to(x.device)
-            x = x + self._attention(layer, self._norm(x, f"layers.{layer}.input_layernorm"), states, positions, seen)
-            x = x + self._mlp(layer, self._norm(x, f"layers.{layer}.post_attention_layernorm"))
+            read, sides = self._sides(layer, "attention", self._norm(x, f"layers.{layer}.input_layernorm"))
+            x = x + sides(self._attention(layer, read, states, positions, seen))
+            read, sides = self._sides(layer, "mlp", self._norm(x, f"layers.{layer}.post_attention_layernorm"))
+            x = x + sides(self._mlp(layer, read))
         return self._norm(x, "norm")
+
+    def draft(
+        self,
+        hidden: Float[Tensor, "D H"],
+        logits: Float[Tensor, "D v"],
+        root: int,
+        context: Float[Tensor, "S T H"],
+        embedding: Float[Tensor, "V H"],
+    ) -> list[int]:
+        """Columns of the tokens that are drafted greedily, from what ``hidden`` gave for the slots that predict."""
+        if self.conventions.parts.selector is not None:
+            return selector_walk(self.weights, self.conventions.parts, hidden, logits, root)
+        if self.conventions.parts.lattice is not None:
+            fused = F.linear(context[-1:].float().flatten(1), self.weights["fc.weight"])
+            boundary = self._norm(fused, "hidden_norm")[0]
+            return lattice_walk(self.weights, self.conventions.parts, hidden, logits, boundary, embedding, self._eps)
+        return logits.argmax(-1).tolist()
+
+    @property
+    def _eps(self) -> float:
+        return self.conventions.eps
+
+    def _sides(
+        self, layer: int, place: str, x: Float[Tensor, "K H"]
+    ) -> tuple[Float[Tensor, "K H"], Callable[[Tensor], Tensor]]:
+        """What a sublayer reads, and what is done to what it gives: nothing, or convolutions over slots."""
+        taps = self.conventions.parts.convolution
+        if taps is None:
+            return x, lambda found: found
+        return convolved(self.weights, f"layers.{layer}.{place}_conv", taps, x)
 
     def _attention(
         self,

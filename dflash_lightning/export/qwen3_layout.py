@@ -15,9 +15,11 @@ from transformers import Qwen3Config
 from dflash_lightning.draft_config import NESTED, DraftConfig
 from dflash_lightning.export.base import Exporter, ExportFacts
 from dflash_lightning.export.conventions import ACTIVATIONS, Conventions
+from dflash_lightning.export.parts import Parts
 from dflash_lightning.geometry import SIZES, SLIDING
+from dflash_lightning.model.foreign_parts import settings_of
 
-ARCHITECTURE = "DFlashDraftModel"
+ARCHITECTURES = {"marginal": "DFlashDraftModel", "selector": "DFlash2DraftModel", "lattice": "LiLiCorrDraftModel"}
 
 
 def transformer_settings(config: DraftConfig, facts: ExportFacts) -> dict[str, Any]:
@@ -80,6 +82,7 @@ def conventions_of(cfg: Qwen3Config | DraftConfig, *, is_causal: bool | None, **
         "head_dim": cfg.head_dim,
         "hidden_size": cfg.hidden_size,
         "intermediate_size": cfg.intermediate_size,
+        "vocab_size": cfg.vocab_size or 0,
         "scale": cfg.head_dim**-0.5,
         "eps": cfg.rms_norm_eps,
         "activation": cfg.hidden_act,
@@ -120,8 +123,11 @@ class Qwen3Layout(Exporter):
             nested["output_multiplier"] = facts.logit_scale
         if facts.softcap is not None:
             nested["final_logit_softcapping"] = facts.softcap
+        own = settings_of(draft_config.components)
+        if own:
+            nested |= own | {"causal": draft_config.is_causal}
         return {
-            "architectures": [ARCHITECTURE],
+            "architectures": [ARCHITECTURES[draft_config.components["head"]["name"]]],
             **transformer_settings(draft_config, facts),
             "dtype": facts.dtype,
             "block_size": draft_config.block_size,
@@ -132,7 +138,8 @@ class Qwen3Layout(Exporter):
         }
 
     def read(self, raw: Mapping[str, Any]) -> Conventions:
-        return self.read_layout(read_qwen3(raw), raw)
+        nested = {**raw, **(raw.get(NESTED) or {})}
+        return self.read_layout(read_qwen3(raw), raw).but(parts=Parts.read(nested))
 
     @abstractmethod
     def read_layout(self, cfg: Qwen3Config, raw: Mapping[str, Any]) -> Conventions:

@@ -17,6 +17,7 @@ from dflash_lightning.model import DraftModel
 from dflash_lightning.ops.lm_head import LanguageHead
 from dflash_lightning.ops.plain_mode import plain_mode
 from dflash_lightning.target import FrozenTarget
+from dflash_lightning.training.rounds import best_chain
 from dflash_lightning.types import FeatureSpec
 
 REPLAY_FILE = "replay.json"
@@ -124,14 +125,14 @@ def record(
     result = decoder.decode(list(prompts), max_new_tokens=max_new_tokens, stop_ids=target.stop_ids)
     recorded = []
     for prompt, generation in zip(prompts, result.generations, strict=True):
-        logits, ids = _first_block(target, model, prompt, generation.output_ids[0])
+        logits, ids, drafts = _first_block(target, model, prompt, generation.output_ids[0])
         picked = _columns(logits)
         recorded.append(
             RecordedPrompt(
                 prompt_ids=list(prompt),
                 output_ids=generation.output_ids,
                 committed=generation.committed,
-                draft_ids=ids[logits.argmax(-1)].tolist(),
+                draft_ids=drafts,
                 logit_ids=ids[picked].tolist(),
                 logits=logits.gather(-1, picked).tolist(),
             )
@@ -141,8 +142,11 @@ def record(
 
 def _first_block(
     target: FrozenTarget, model: DraftModel, prompt: list[int], anchor: int
-) -> tuple[Float[Tensor, "D v"], Int[Tensor, " v"]]:
-    """Logits of the first block, and the token id of every column; through the path that decoding takes."""
+) -> tuple[Float[Tensor, "D v"], Int[Tensor, " v"], list[int]]:
+    """Of the first block: the language head's logits, the token id of every column, and the tokens that are drafted.
+
+    Through the path that decoding takes.
+    """
     alignment, lm = model.alignment, model.head_of(target.lm)
     length = len(prompt)
     features = target.features(torch.tensor([prompt]), torch.arange(length)[None], model.required())
@@ -152,11 +156,11 @@ def _first_block(
         cache = model.make_cache(batch_size=1, max_length=length, chunk_rows=length)
         keep = torch.tensor([length], device=target.device)
         hidden = model.draft_hidden(target.embed(slots), features, keep, cache, lm)
-        scores = model.open(hidden[:, alignment.first_slot :], torch.tensor([anchor], device=target.device), lm)
-    assert scores.step is None, "an export holds heads that draft every slot on its own"
-    logits = scores.logits[0].float().cpu()
+        roots = torch.tensor([anchor], device=target.device)
+        drafts = best_chain(model.open(hidden[:, alignment.first_slot :], roots, lm), roots)
+        logits = lm.logits(hidden[0, alignment.first_slot : alignment.block_size]).float().cpu()
     ids = torch.arange(logits.shape[-1]) if lm.ids is None else lm.ids.cpu()
-    return logits, ids
+    return logits, ids, drafts[0].tolist()
 
 
 def _columns(logits: Float[Tensor, "D v"]) -> Int[Tensor, "D n"]:
@@ -197,7 +201,12 @@ class Replayer:
 
     def draft_ids(self, drafting: Drafting, number: int, position: int = 0) -> list[int]:
         """Tokens drafted behind ``output_ids[position]``."""
-        best = self._logits(drafting, number, position).argmax(-1)
+        hidden, context = self._hidden(drafting, number, position)
+        with plain_mode(self.target.device):
+            logits, embedding = self.lm.logits(hidden).float(), self.target.lm.embedding
+            assert embedding is not None
+            root = self.prompts[number].output_ids[position]
+            best = torch.tensor(drafting.draft(hidden, logits, root, context, embedding))
         return (best if self.lm.ids is None else self.lm.ids.cpu()[best]).tolist()
 
     def committed(self, drafting: Drafting, number: int) -> list[int]:
@@ -212,6 +221,14 @@ class Replayer:
         return counts
 
     def _logits(self, drafting: Drafting, number: int, position: int) -> Float[Tensor, "D v"]:
+        hidden, _ = self._hidden(drafting, number, position)
+        with plain_mode(self.target.device):
+            return self.lm.logits(hidden).float().cpu()
+
+    def _hidden(
+        self, drafting: Drafting, number: int, position: int
+    ) -> tuple[Float[Tensor, "D H"], Float[Tensor, "S T H"]]:
+        """Hidden states of the slots that predict behind ``output_ids[position]``, and the context they see."""
         c: Conventions = drafting.conventions
         prompt = self.prompts[number]
         anchor = len(prompt.prompt_ids) + position
@@ -219,5 +236,4 @@ class Replayer:
         slots[0] = prompt.output_ids[position]
         context = self._features[number].select(c.layer_ids)[0, :anchor]
         with plain_mode(self.target.device):
-            hidden = drafting.hidden(self.target.embed(slots), context, anchor)[c.first_slot :]
-            return self.lm.logits(hidden).float().cpu()
+            return drafting.hidden(self.target.embed(slots), context, anchor)[c.first_slot :], context

@@ -23,6 +23,7 @@ class SGLangExporter(Qwen3Layout):
     name = "sglang"
     consumer = "SGLang"
     read_in = "sglang 0.5.23 (srt/models/dflash.py, srt/speculative/dflash_utils.py)"
+    holds = ("DFlash", "LiLiCorr", "LiLiCorr with convolutions")
     applies = SERVERS_READ
     plainly = "Send `input_ids` to `/generate` with a temperature of 0 in `sampling_params`: the default is 1."
 

@@ -28,8 +28,8 @@ def vllm_command(draft_config: DraftConfig, target: str, folder: str, *, plain: 
     """
     drafts = draft_config.alignment.num_drafts
     stated = json.dumps({"method": "dflash", "model": folder, "num_speculative_tokens": drafts})
-    mixed = len(set(draft_config.layer_types)) > 1
-    command = f"{'VLLM_USE_V2_MODEL_RUNNER=1 ' if mixed else ''}vllm serve {target} --speculative-config '{stated}'"
+    second = len(set(draft_config.layer_types)) > 1 or draft_config.components["head"]["name"] != "marginal"
+    command = f"{'VLLM_USE_V2_MODEL_RUNNER=1 ' if second else ''}vllm serve {target} --speculative-config '{stated}'"
     return command + (" --generation-config vllm" if plain else "")
 
 
@@ -39,12 +39,13 @@ class VLLMExporter(Qwen3Layout):
     name = "vllm"
     consumer = "vLLM"
     read_in = "vllm 0.33.0 (model_executor/models/qwen3_dflash.py, v1/worker/gpu/spec_decode)"
+    holds = ("DFlash", "DFlash 2", "LiLiCorr", "LiLiCorr with convolutions")
     applies = SERVERS_READ
     plainly = PLAINLY
     spellings = (*Qwen3Layout.spellings, (AUX,))
 
     def limits(self, config: DraftConfig, facts: ExportFacts | None = None) -> list[str]:
-        return super().limits(config, facts) + ascending(config, self.consumer)
+        return super().limits(config, facts) + ascending(config, self.consumer) + _candidates(config)
 
     def config(self, draft_config: DraftConfig, facts: ExportFacts) -> dict[str, Any]:
         stated = super().config(draft_config, facts) | {AUX: [i + 1 for i in draft_config.target_layer_ids]}
@@ -67,3 +68,12 @@ class VLLMExporter(Qwen3Layout):
 
     def serve_command(self, draft_config: DraftConfig, facts: ExportFacts, *, target: str, folder: str) -> str:
         return vllm_command(draft_config, target, folder, plain=bool(self.applied(facts.served)))
+
+
+def _candidates(config: DraftConfig) -> list[str]:
+    """A limit of vLLM's walk through candidates."""
+    head = config.components.get("head", {})
+    count = head.get("settings", {}).get("candidates", 1)
+    if head.get("name") != "lattice" or count in (1, 2, 4, 8, 16):
+        return []
+    return [f"its head looks at {count} candidates, and vLLM takes a power of two up to 16"]

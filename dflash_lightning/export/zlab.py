@@ -19,6 +19,7 @@ class ZLabExporter(Qwen3Layout):
     name = "zlab"
     consumer = "z-lab's dflash"
     read_in = "dflash 0.1.0 (model.py)"
+    holds = ("DFlash", "DFlash 2")
     applies = ()
     plainly = "Its loop reads no generation_config and is greedy unless a temperature is given."
     activations = tuple(ACTIVATIONS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from jaxtyping import Float, Int
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from dflash_lightning.component import Component
 from dflash_lightning.draft_config import DraftConfig
+from dflash_lightning.ops.context import ContextState
 from dflash_lightning.ops.lm_head import HeadOutput, LanguageHead
 from dflash_lightning.types import LABEL_LAYOUTS, BlockLayout, FeatureSpec, LabelLayout, Scores
 
@@ -27,15 +28,27 @@ class DraftHead(Component, nn.Module, ABC, axis=True):
 
     ``label_layouts`` are the layouts it can be trained with; ``signals`` the names of the signals it offers, and
     ``signals_in_turn`` says that they depend on the tokens drafted before a slot: then only ``step`` knows them.
+    ``distributions`` names the views that ``outputs`` gives, which losses may score; ``main`` is decoded with.
     ``per_slot`` says that the law of a slot is a function of its own hidden state alone. Such a head can be asked for
-    one slot at a time, which a drafter that runs token by token needs.
+    one slot at a time, which a drafter that runs token by token needs. ``prefix_stable`` says that the laws of the
+    first slots are the same whether or not later ones are asked for, given the same hidden states. Of a head without it
+    a shorter block is another law: what is not wanted of a draft must be cut after the head has seen all of it.
+
+    ``needs`` names what it reads of the context besides hidden states (see ``Conditioning.provides``): ``beside`` takes
+    it. ``chooses`` says that it gives ``HeadOutput.candidates``. ``most_drafts`` are the drafts per block that it has
+    weights for, null: any number.
     """
 
     label_layouts: ClassVar[tuple[LabelLayout, ...]] = LABEL_LAYOUTS
     signals: tuple[str, ...] = ()
+    distributions: tuple[str, ...] = ("main",)
     signals_in_turn: ClassVar[bool] = False
     former: ClassVar[Mapping[str, str]] = {"views": "it is called outputs now", "logits": "it is called open now"}
     per_slot: ClassVar[bool] = False
+    prefix_stable: ClassVar[bool] = True
+    needs: ClassVar[frozenset[str]] = frozenset()
+    chooses: ClassVar[bool] = False
+    most_drafts: int | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -53,6 +66,20 @@ class DraftHead(Component, nn.Module, ABC, axis=True):
     def required(self) -> FeatureSpec:
         """Target features that ``outputs`` reads besides the hidden states it is given."""
         return FeatureSpec()
+
+    def beside(self, context: ContextState) -> Float[Tensor, "B N r H"] | None:
+        """Rows that ``outputs`` and ``open`` are handed behind those of the slots, made of the context; null: none."""
+        return None
+
+    def count_labels(self, counts: Callable[[], Mapping[int, int]]) -> None:
+        """Take note of how often each token id is a label of the training rows, before training begins.
+
+        ``counts`` goes through all rows, so that only a head that has a use for it calls it.
+        """
+
+    def settles(self, num_drafts: int) -> bool:
+        """Whether chains of so many drafts are always those that are drawn in turn (see ``Scores.draw``)."""
+        return True
 
     @abstractmethod
     def outputs(self, hidden: Float[Tensor, "B N K H"], layout: BlockLayout, lm: LanguageHead) -> HeadOutput:

@@ -24,7 +24,7 @@ class EdgeHead(DraftHead):
     estimate of the target's after the parent: a tree that goes by it ranks nodes by how likely they are to be reached
     and accepted. ``w`` starts at 0, so that the untrained head drafts as the marginals do.
 
-    The view ``main`` is this law, ``marginal`` is ``q``, which trains the drafter. With ``detach`` the first trains the
+    The view ``main`` is this law, ``base`` is ``q``, which trains the drafter. With ``detach`` the first trains the
     scorer alone: then some loss term must read the second.
 
     What is scored is from notes on the paper; the network's form and sizes are RECONSTRUCTED. The paper trains on
@@ -34,6 +34,7 @@ class EdgeHead(DraftHead):
 
     name: ClassVar[str] = "edge"
     initial: ClassVar[frozenset[str]] = frozenset({"init_std"})
+    distributions = ("main", "base")
 
     def __init__(
         self,
@@ -83,7 +84,7 @@ class EdgeHead(DraftHead):
             return self._rated(lm.logits(states), context, lm, child, rate)
 
         main = View(per_row, rows, shape, lm, shared=shared, compose=compose)
-        return HeadOutput({"main": main, "marginal": View.of(hidden, rows, lm)})
+        return HeadOutput({"main": main, "base": View.of(hidden, rows, lm)})
 
     def open(self, hidden: Float[Tensor, "B D H"], roots: Int[Tensor, " B"], lm: LanguageHead) -> Scores:
         base = lm.logits(hidden)

@@ -6,7 +6,7 @@ Below the contract: ``SlotwiseLoss``, the base of losses that are one number per
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import ClassVar, Literal, get_args
 
 import torch
@@ -29,7 +29,8 @@ class LossTerm(Component, ABC, axis=True):
     ``numerator`` is called once per micro-batch with gradients enabled, in or out of autocast. It returns a sum, never
     a mean, and ignores every slot that is not ``layout.valid``, whatever the view returns there. ``denominator`` is
     computed from counts over all ranks and the whole accumulation window, so the gradient does not depend on how a
-    batch is split. A denominator that depends on the forward pass is not possible.
+    batch is split. A term that ``tallies`` does not know before the forward pass what it counts: its denominator is
+    ``tally``, summed over all ranks. Such a term is trained with one micro-batch per optimizer step.
 
     ``labels`` says what a slot is taught: ``"data"`` the token of the training row, ``"target"`` what the target says
     of it, whatever the row holds, ``"samples"`` the token of the row as a *draw* from the target's law at
@@ -42,6 +43,9 @@ class LossTerm(Component, ABC, axis=True):
     coefficient: float
     view: str
     reads: tuple[str, ...] = ()  # the signals of the head that the term trains
+    by_block: ClassVar[bool] = False  # whether these are a number per block [B, N], else one per slot [B, N, K]
+    tallies: bool = False
+    chooses: ClassVar[bool] = False  # whether it reads the head's candidates
     former: ClassVar[Mapping[str, str]] = {
         "needs_samples": 'write labels = "samples", and temperature if it is not 1',
         "numerator.views": "out.views holds them",
@@ -51,6 +55,10 @@ class LossTerm(Component, ABC, axis=True):
     def coef(self, ctx: StepContext) -> float:
         """Weight of the term at this step; a term that weighs 0 is still evaluated (DDP wants every parameter)."""
         return self.coefficient
+
+    def viewed(self) -> tuple[str, ...]:
+        """Names of the head's distributions that the term scores."""
+        return (self.view,)
 
     def required(self) -> FeatureSpec:
         """Target features the term reads; ``last_hidden`` gives it a teacher."""
@@ -68,7 +76,23 @@ class LossTerm(Component, ABC, axis=True):
 
     @abstractmethod
     def denominator(self, totals: SlotTotals) -> Float[Tensor, ""]:
-        """What the sum is divided by."""
+        """What the sum is divided by; of a term that ``tallies``, the most that can be counted."""
+
+    def tally(self, out: HeadOutput, layout: BlockLayout) -> Float[Tensor, ""]:
+        """What this micro-batch adds to the denominator of a term that ``tallies``, without gradient."""
+        raise NotImplementedError(f"{self.name} counts before the forward pass")
+
+    def divisor(
+        self,
+        totals: SlotTotals,
+        out: HeadOutput,
+        layout: BlockLayout,
+        sum_over_ranks: Callable[[Float[Tensor, " Q"]], Float[Tensor, " Q"]],
+    ) -> Float[Tensor, ""]:
+        """The denominator over all ranks: counted before the forward pass, or after it. Every rank calls this."""
+        if not self.tallies:
+            return self.denominator(totals)
+        return sum_over_ranks(self.tally(out, layout).detach().clone()[None])[0]
 
     def view_of(self, out: HeadOutput) -> View:
         """The view that the term scores.

@@ -65,9 +65,9 @@ def check_parts(block: BlockConstructor, conditioning: Conditioning, drafter: Dr
     """Refuse parts that would train and draft badly together.
 
     Raises:
-        ValueError: the conditioning does not offer what the drafter reads or hands over what it does not take, slots
-            hold something else in training than in decoding, or the head wants a whole block of a drafter that runs
-            slot by slot.
+        ValueError: the conditioning does not offer what the drafter or the head reads, or hands over what the drafter
+            does not take; slots hold something else in training than in decoding; or the head wants a whole block of a
+            drafter that runs slot by slot.
     """
     _check_slots(block, drafter, head)
     if conditioning.carries and isinstance(drafter, SequentialDrafter):
@@ -77,15 +77,16 @@ def check_parts(block: BlockConstructor, conditioning: Conditioning, drafter: Dr
             "token by token and takes nothing of it",
             do="Use a drafter that runs a block at once, or another conditioning",
         )
-    missing = drafter.needs - conditioning.provides
-    if missing:
-        able = sorted(name for name, part in Conditioning.registry.items() if drafter.needs <= _provided(part))
-        advice = f"Use one of {able}" if able else "No conditioning does; use another drafter"
-        raise SettingError(
-            "conditioning",
-            f"drafter {drafter.name!r} reads {sorted(missing)}, which {conditioning.name!r} does not provide",
-            do=advice,
-        )
+    for axis, part in (("drafter", drafter), ("head", head)):
+        missing = part.needs - conditioning.provides
+        if missing:
+            able = sorted(name for name, other in Conditioning.registry.items() if part.needs <= _provided(other))
+            advice = f"Use one of {able}" if able else f"No conditioning does; use another {axis}"
+            raise SettingError(
+                "conditioning",
+                f"{axis} {part.name!r} reads {sorted(missing)}, which {conditioning.name!r} does not provide",
+                do=advice,
+            )
 
 
 def _check_slots(block: BlockConstructor, drafter: Drafter, head: DraftHead) -> None:

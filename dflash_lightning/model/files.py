@@ -156,10 +156,9 @@ def _check_loaded(info: Mapping[str, Any], extras: AbstractSet[str], where: str)
 def _key_mapping(names: Mapping[str, str], source: ForeignFormat) -> dict[str, str]:
     """Patterns of names in the file, and what they become in the model: ``^fc\\.`` becomes ``conditioning.fc.``."""
     parts = {name.split(".")[0]: own[: len(own) - len(name)] for own, name in names.items() if own != name}
-    mapping = {rf"^{first}\.": f"{part}{first}." for first, part in sorted(parts.items())}
-    for there, here in source.renamed.items():
-        mapping[rf"^{re.escape(there)}"] = f"{parts[here.split('.')[0]]}{here}"
-    return mapping
+    renamed = {there: here for there, here in source.renamed.items() if here.split(".")[0] in parts}
+    mapping = {rf"^{re.escape(there)}": f"{parts[here.split('.')[0]]}{here}" for there, here in renamed.items()}
+    return mapping | {rf"^{first}\.": f"{part}{first}." for first, part in sorted(parts.items())}
 
 
 def read_tensors(folder: str | Path, names: Sequence[str], **hub: Any) -> dict[str, Tensor]:

@@ -9,28 +9,30 @@ from typing import Any
 
 from dflash_lightning.draft_config import FIELDS, NESTED, DraftConfig, lift_settings
 from dflash_lightning.layer_ids import spaced_layer_ids
+from dflash_lightning.model.foreign_parts import KEYS, PROJECTOR, parts_of
 
 # Settings that belong to a method whose drafters cannot be run here, and tensors by which they show without them.
 _SETTINGS_OF = {
-    "selector_rank": "DFlash 2",
-    "selector_top_k": "DFlash 2",
-    "conv_kernel_size": "DFlash 2",
-    "projector_type": "{}",
+    PROJECTOR: "{}",
     "shift_label": "Domino",
     "pure_draft_prefix_len": "Domino",
     "markov_rank": "DSpark",
 }
 _TENSORS_OF = {
-    "candidate_selector.": "DFlash 2",
-    "attention_conv.": "DFlash 2",
-    "mlp_conv.": "DFlash 2",
     "markov_head": "DSpark",
     "confidence_head": "DSpark",
     "prefix_gru.": "Domino",
     "embed_proj.": "Domino",
 }
 # What a nested block may hold besides the fields of ``DraftConfig``; the functions below read it.
-_NESTED_TOO = {"causal", "input_embedding_scale", "output_multiplier", "final_logit_softcapping", *_SETTINGS_OF}
+_NESTED_TOO = {"causal", "input_embedding_scale", "output_multiplier", "final_logit_softcapping", *_SETTINGS_OF, *KEYS}
+# Tensors of parts that are known here, by which it shows that a file's settings are silent about them.
+_PARTS_OF = {
+    "candidate_selector.": "DFlash 2",
+    "attention_conv.": "DFlash 2",
+    "mlp_conv.": "DFlash 2",
+    "lilicorr.": "LiLiCorr",
+}
 _FIELDS = FIELDS - {"components", "target"}
 _SPECIAL = {"bos_token_id", "eos_token_id", "pad_token_id"}
 
@@ -51,7 +53,9 @@ class ForeignFormat:
 
 
 OURS = ForeignFormat("dflash_lightning")
-ZLAB = ForeignFormat("z-lab")
+# z-lab's module keeps the codebooks as embeddings; its released files name them without ``.weight``, or with it.
+_CODEBOOKS = tuple(f"candidate_selector.{side}_codebook" for side in ("predecessor", "successor"))
+ZLAB = ForeignFormat("z-lab", renamed={f"{name}.weight": name for name in _CODEBOOKS})
 SPECULATORS = ForeignFormat(
     "speculators",
     copies=("embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight", "verifier_norm.weight"),
@@ -98,42 +102,45 @@ def adopt_settings(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
         kept["head_dim"] = 128 if settings.get("model_type") == "qwen3" else _divided(kept)
     stated = settings.get("target")  # exports of ours say which target they are for
     kept["target"] = (dict(stated) if isinstance(stated, Mapping) else {}) | _logit_settings(settings, where)
-    return {**kept, **_windows(settings, source, where), "components": _components(kept)}
+    return {**kept, **_windows(settings, source, where), "components": _components(kept, settings, where)}
 
 
-def _components(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The parts that every supported drafter of another program is made of."""
+def _components(settings: Mapping[str, Any], stated: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The parts that a supported drafter of another program is made of; ``stated`` is all that its file says."""
     ids = settings["target_layer_ids"]
-    return {
-        "conditioning": {"name": "kv_injection", "settings": {"target_layer_ids": ids, "num_features": len(ids)}},
-        "drafter": {"name": "block_transformer", "settings": {"num_layers": settings.get("num_hidden_layers", 0)}},
-        "head": {"name": "marginal", "settings": {}},
-    }
+    conditioning = {"name": "kv_injection", "settings": {"target_layer_ids": ids, "num_features": len(ids)}}
+    return {"conditioning": conditioning, **parts_of(stated, where)}
 
 
 def explain_tensors(names: Iterable[str]) -> str:
     """A sentence that names the methods to which unexpected tensors belong; empty where none is known."""
-    found = {method for name in names for part, method in _TENSORS_OF.items() if part in name}
-    return "" if not found else f"They belong to a drafter of {' and '.join(sorted(found))}, which is not supported. "
+    names = list(names)
+    found, silent = (
+        sorted({method for name in names for part, method in table.items() if part in name})
+        for table in (_TENSORS_OF, _PARTS_OF)
+    )
+    if silent:
+        return f"They belong to a drafter of {' and '.join(silent)}, of which the settings say nothing. "
+    return f"They belong to a drafter of {' and '.join(found)}, which is not supported. " if found else ""
 
 
 def _refuse_methods(raw: Mapping[str, Any], settings: Mapping[str, Any], where: str) -> None:
     kind = raw.get("speculators_model_type", "dflash")
     found = [] if kind == "dflash" else [(f"speculators_model_type={kind!r}", kind)]
     found += [
-        (f"architectures={raw['architectures']}", name.removesuffix("DraftModel").replace("DFlash2", "DFlash 2"))
+        (f"architectures={raw['architectures']}", name.removesuffix("DraftModel"))
         for name in raw.get("architectures") or ()
-        if name in ("DFlash2DraftModel", "DSparkDraftModel", "DominoDraftModel")
+        if name in ("DSparkDraftModel", "DominoDraftModel")
     ]
     for key, method in _SETTINGS_OF.items():
         value = settings.get(key)
-        if value and value != "dflash":
+        if value and value not in ("dflash", "lilicorr"):
             found.append((f"{key}={value!r}", method.format(value)))
     if found:
         stated, method = found[0]
         raise ValueError(
             f"{where}: this is a drafter of {method} (config.json states {stated}), which is not supported; only "
-            "DFlash's plain drafter is. Nothing was loaded."
+            "DFlash's plain drafter, DFlash 2 and LiLiCorr are. Nothing was loaded."
         )
 
 

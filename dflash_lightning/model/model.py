@@ -48,6 +48,7 @@ class DraftModel(PreTrainedModel):
         self.conditioning: Conditioning = _make(Conditioning, config, "conditioning")
         self.drafter: Drafter = _make(Drafter, config, "drafter")
         self.head: DraftHead = _make(DraftHead, config, "head")
+        self.conditioning.wanted = self.drafter.needs | self.head.needs
         if config.draft_vocab_size is not None:
             self.register_buffer("draft_vocab", torch.arange(config.draft_vocab_size))
         self.post_init()
@@ -88,15 +89,22 @@ class DraftModel(PreTrainedModel):
         position_ids: Int[Tensor, "B S"],
         lm: LanguageHead,
         carried: Carried | None = None,
-    ) -> Float[Tensor, "B N K H"]:
+    ) -> Float[Tensor, "B N r H"]:
         """Hidden states of every slot; ``embeddings`` are the target's raw rows of ``layout.input_ids``.
 
+        Behind those of the ``K`` slots stand the rows of ``DraftHead.beside``, where the head has some.
         ``carried`` is of a round before, where the conditioning ``carries``; null: no block has any.
         """
         context = self.conditioning.prepare(features, position_ids, layout, lm)
         if carried is not None:
             context = self.conditioning.carry(context, carried)
-        return self.drafter(context.slot_inputs(embeddings.to(self.dtype)), layout.position_ids, context)
+        slots = context.slot_inputs(embeddings.to(self.dtype))
+        return self._with_rows_beside(self.drafter(slots, layout.position_ids, context), context)
+
+    def _with_rows_beside(self, hidden: Float[Tensor, "B N K H"], context: ContextState) -> Float[Tensor, "B N r H"]:
+        """The slots' hidden states, and behind them what the head reads of the context itself."""
+        beside = self.head.beside(context)
+        return hidden if beside is None else torch.cat([hidden, beside.to(hidden.dtype)], dim=2)
 
     def outputs(self, hidden: Float[Tensor, "B N K H"], layout: BlockLayout, lm: LanguageHead) -> HeadOutput:
         """What losses and metrics may ask about; ``lm`` as ``head_of`` returns it."""
@@ -123,10 +131,12 @@ class DraftModel(PreTrainedModel):
         cache: DraftCache,
         lm: LanguageHead,
         rejected: Int[Tensor, " B"] | None = None,
-    ) -> Float[Tensor, "B K H"]:
+        recalled: Float[Tensor, "B R H"] | None = None,
+    ) -> Float[Tensor, "B r H"]:
         """Take in ``keep[b]`` of ``R`` new context rows, then run the block whose root stands at the cursor.
 
         ``rejected[b]`` rows behind these are of drafts that were rejected, for a conditioning that ``carries``.
+        ``recalled`` are the drafter's own states of these rows, for one that ``recalls`` (see ``Carried``).
         Works in place on ``cache``. No Python branch depends on a tensor's value, so it compiles to one static graph.
         """
         assert not self.sequential, "slots of this drafter hold tokens that are drafted in turn: use open_in_turn"
@@ -134,10 +144,11 @@ class DraftModel(PreTrainedModel):
         if rejected is not None:
             places = (cache.cursor - keep)[:, None] + torch.arange(features.hidden.shape[1], device=self.device)
             start = keep[:, None]
-            carried = Carried(features, places, start, start + rejected[:, None])
+            carried = Carried(features, places, start, start + rejected[:, None], recalled)
             context = self.conditioning.carry(context, carried)
         positions = cache.cursor[:, None] + torch.arange(embeddings.shape[1], device=self.device)
-        return self.drafter(context.slot_inputs(embeddings[:, None].to(self.dtype)), positions[:, None], context)[:, 0]
+        slots = context.slot_inputs(embeddings[:, None].to(self.dtype))
+        return self._with_rows_beside(self.drafter(slots, positions[:, None], context), context)[:, 0]
 
     @property
     def sequential(self) -> bool:

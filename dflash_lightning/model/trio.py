@@ -1,4 +1,4 @@
-"""The one combination of parts that other programs can run. Exporters refuse a drafter that is made of others."""
+"""The combinations of parts that other programs can run. Exporters refuse a drafter that is made of others."""
 
 from __future__ import annotations
 
@@ -12,9 +12,34 @@ from dflash_lightning.draft_config import FIELDS, DraftConfig
 from dflash_lightning.drafter import Drafter
 from dflash_lightning.geometry import FIELD_OF
 from dflash_lightning.head import DraftHead
+from dflash_lightning.model.foreign_parts import CONVOLUTION, LATTICE, SELECTOR
 
 AXES: dict[str, type[Component]] = {"conditioning": Conditioning, "drafter": Drafter, "head": DraftHead}
 KNOWN_ELSEWHERE = {"conditioning": "kv_injection", "drafter": "block_transformer", "head": "marginal"}
+_CONVOLVED = KNOWN_ELSEWHERE | {"drafter": "conv_transformer"}
+TRIOS: dict[str, dict[str, str]] = {
+    "DFlash": KNOWN_ELSEWHERE,
+    "DFlash 2": _CONVOLVED | {"head": "selector"},
+    "LiLiCorr": KNOWN_ELSEWHERE | {"head": "lattice"},
+    "LiLiCorr with convolutions": _CONVOLVED | {"head": "lattice"},
+}
+# Settings that files of other programs state themselves.
+_STATED = {
+    "conv_transformer": {*CONVOLUTION.values()},
+    "selector": {*SELECTOR.values()},
+    "lattice": {*LATTICE.values()},
+}
+
+
+def trio_of(config: DraftConfig) -> str | None:
+    """The name in ``TRIOS`` of the parts that a drafter is made of; null where other programs have no such drafter."""
+    parts = {axis: config.components.get(axis, {}) for axis in AXES}
+    for trio, names in TRIOS.items():
+        if {axis: part.get("name") for axis, part in parts.items()} == names and not any(
+            [*_changed(axis, names[axis], part.get("settings") or {})] for axis, part in parts.items()
+        ):
+            return trio
+    return None
 
 
 def unknown_elsewhere(config: DraftConfig) -> dict[str, str]:
@@ -37,7 +62,7 @@ def _changed(axis: str, name: str, settings: dict[str, Any]) -> Iterator[str]:
     part = AXES[axis].registry[name]
     defaults = inspect.signature(part.__init__).parameters
     for setting, value in settings.items():
-        if setting in part.initial or FIELD_OF.get(setting, setting) in FIELDS:
+        if setting in part.initial or FIELD_OF.get(setting, setting) in FIELDS or setting in _STATED.get(name, ()):
             continue
         if setting not in defaults or value != defaults[setting].default:
             yield f"{setting}={value!r}"

@@ -9,22 +9,37 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
+from dflash_lightning.ops.candidates import Candidates
+from dflash_lightning.ops.chunks import chunk_bytes
 from dflash_lightning.ops.comparisons import JSD, KL, Overlap, Renyi, SoftLabelLogProb, TeacherLogProb
 from dflash_lightning.ops.language_head import LanguageHead
 from dflash_lightning.ops.logit_pass import FrozenAnswers, LogitPass, RecomputedAnswers
-from dflash_lightning.ops.requests import Argmax, Chunk, Detached, Entropy, LabelLogProb, LogitAt, Request, TopK
-from dflash_lightning.ops.teacher import Teacher, chunk_bytes
+from dflash_lightning.ops.requests import (
+    Argmax,
+    Chunk,
+    Detached,
+    Entropy,
+    LabelLogProb,
+    LogitAt,
+    LogNormaliser,
+    Request,
+    TopK,
+    TopLogits,
+)
+from dflash_lightning.ops.teacher import Teacher
 
 __all__ = [
     "JSD",
     "KL",
     "Argmax",
+    "Candidates",
     "Chunk",
     "Detached",
     "Entropy",
     "HeadOutput",
     "LabelLogProb",
     "LanguageHead",
+    "LogNormaliser",
     "LogitAt",
     "Overlap",
     "Renyi",
@@ -33,6 +48,7 @@ __all__ = [
     "Teacher",
     "TeacherLogProb",
     "TopK",
+    "TopLogits",
     "View",
     "chunk_bytes",
 ]
@@ -159,8 +175,10 @@ class HeadOutput:
 
     ``views`` are the distributions that losses may ask about, by name; ``"main"`` is the one that is decoded with.
     ``signals`` are numbers per slot ``[B, N, K]`` or per block ``[B, N]`` that policies read when decoding. Each must
-    be trained by a loss term that reads it.
+    be trained by a loss term that reads it. ``candidates`` are what a head chooses among that takes a few tokens of
+    each slot and no others.
     """
 
     views: dict[str, View]
     signals: dict[str, Tensor] = field(default_factory=dict)
+    candidates: Candidates | None = None

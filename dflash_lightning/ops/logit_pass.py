@@ -16,9 +16,9 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from dflash_lightning.ops.chunks import chunk_bytes, cut
 from dflash_lightning.ops.language_head import LanguageHead
 from dflash_lightning.ops.requests import Chunk, Request
-from dflash_lightning.ops.teacher import chunk_bytes, cut
 
 Compose = Callable[..., Tensor]
 

@@ -231,7 +231,33 @@ class TopK(Request):
         return (self.k,)
 
     def value(self, chunk: Chunk) -> Int[Tensor, "r k"]:
-        return _tokens(chunk, chunk.logits.topk(self.k, -1).indices)
+        return _tokens(chunk, _top(chunk, self.k)[1])
+
+
+@dataclass(frozen=True, eq=False)
+class TopLogits(Request):
+    """The logits of what ``TopK`` answers, in its order; 0 outside the rows."""
+
+    k: int
+    differentiable: ClassVar[bool] = False
+
+    @property
+    def width(self) -> tuple[int, ...]:
+        return (self.k,)
+
+    def value(self, chunk: Chunk) -> Float[Tensor, "r k"]:
+        return _top(chunk, self.k)[0].detach()
+
+
+@dataclass(frozen=True, eq=False)
+class LogNormaliser(Request):
+    """Log-sum-exp of each slot's logits: what a logit is above its log-probability."""
+
+    def value(self, chunk: Chunk) -> Float[Tensor, " r"]:
+        return chunk.log_normaliser
+
+    def gradient(self, chunk: Chunk, out: Float[Tensor, "r V"]) -> None:
+        out.copy_(chunk.probs)
 
 
 @dataclass(frozen=True, eq=False)
@@ -249,6 +275,12 @@ class LogitAt(Request):
         columns, known = chunk.head.columns(candidates.flatten())
         found = chunk.logits.gather(1, columns.view(candidates.shape))
         return found.masked_fill(~known.view(candidates.shape), -torch.inf)
+
+
+def _top(chunk: Chunk, k: int) -> tuple[Float[Tensor, "r k"], Int[Tensor, "r k"]]:
+    """Values and columns of the largest logits, falling; found once for all who ask."""
+    found: tuple[Tensor, Tensor] = chunk.remember(("top", k), lambda: tuple(chunk.logits.topk(k, -1)))
+    return found
 
 
 def _tokens(chunk: Chunk, columns: Int[Tensor, r * k]) -> Int[Tensor, r * k]:

@@ -9,27 +9,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from dflash_lightning.ops.candidates import logits_at
+from dflash_lightning.ops.chunks import CHUNK_BYTES, chunk_bytes, cut
 from dflash_lightning.ops.language_head import LanguageHead
 from dflash_lightning.ops.requests import LOG_FLOOR, Chunk
 from dflash_lightning.types import BlockLayout
-
-# Bytes of fp32 logits that exist at a time. On a GPU that is 440 rows of a vocabulary of 152 000, which keep it busy (a
-# gradient is as large again). On a CPU, glibc gives blocks above 32 MiB back to the system at every free, and the page
-# faults of getting them again cost a fifth of the pass.
-CHUNK_BYTES = 256 * 2**20
-CPU_CHUNK_BYTES = 28 * 2**20
-
-
-def chunk_bytes(device: torch.device) -> int:
-    """Bytes of logits that exist at a time on ``device``."""
-    return CPU_CHUNK_BYTES if device.type == "cpu" else CHUNK_BYTES
-
-
-def cut(num_rows: int, largest: int) -> list[slice]:
-    """Runs of ``num_rows`` rows of about equal length, none longer than ``largest``."""
-    pieces = -(-num_rows // largest)
-    step = max(1, -(-num_rows // max(1, pieces)))
-    return [slice(i, min(i + step, num_rows)) for i in range(0, num_rows, step)]
 
 
 class TeacherLaw:
@@ -108,6 +92,19 @@ class Teacher:
             weight, bias = self.lm.cast(self._dtype)
             product = torch.nn.functional.linear(self.last_hidden[batch, before].to(self._dtype), weight, bias)
             return self.lm.activate(product.to(torch.promote_types(torch.float32, product.dtype)))
+
+    def logits_at(self, ids: Int[Tensor, "B N K k"]) -> Float[Tensor, "B N K k"]:
+        """The target's own logits (not log-probabilities) of a few tokens of every scored slot; 0 elsewhere.
+
+        Reads the rows of those tokens alone, in fp32 (or wider).
+        """
+        index, rows = self.layout.label_index, self.layout.rows
+        hidden = self.last_hidden[rows // index.shape[1:].numel(), (index.flatten()[rows] - 1).clamp(min=0)]
+        with torch.no_grad():
+            some = ids.flatten(0, 2)[rows]
+            columns = self.lm.columns(some.flatten())[0].view(some.shape)
+            found = logits_at(self.lm, hidden, columns)
+        return found.new_zeros(index.numel(), ids.shape[-1]).index_copy(0, rows, found).view(ids.shape)
 
     def law(self, chunk: Chunk, temperature: float = 1.0) -> TeacherLaw:
         """The law at the rows of ``chunk``; made once per chunk, however many requests ask."""

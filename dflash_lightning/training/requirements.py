@@ -62,10 +62,10 @@ def check_teacher(terms: Mapping[str, LossTerm], products: str | None) -> None:
 
 
 def check_signals(terms: Mapping[str, LossTerm], head: DraftHead) -> None:
-    """Refuse a term that reads a signal nobody offers, and a signal that no term trains but a policy would read.
+    """Refuse a term that reads what the head does not offer, and a signal that no term trains but a policy would read.
 
     Raises:
-        ValueError: names the signal.
+        ValueError: names the distribution or the signal, or the heads that have candidates.
     """
     for name, term in terms.items():
         if missing := [signal for signal in term.reads if signal not in head.signals]:
@@ -74,6 +74,27 @@ def check_signals(terms: Mapping[str, LossTerm], head: DraftHead) -> None:
                 f"reads the signal {missing[0]!r}, but head {head.name!r} offers {list(head.signals)}",
                 do="Choose a head that has it (head=markov head.confidence=true), or take the term out",
             )
+    for name, term in terms.items():
+        if term.chooses and not head.chooses:
+            able = sorted(known for known, part in DraftHead.registry.items() if getattr(part, "chooses", False))
+            raise SettingError(
+                f"loss.{name}",
+                f"reads the candidates of every slot, but head {head.name!r} chooses among all tokens",
+                f"Use a head of {able}, or take the term out",
+            )
+    for name, term in terms.items():
+        if strange := [view for view in term.viewed() if view not in head.distributions]:
+            raise SettingError(
+                f"loss.{name}",
+                f"scores the distribution {strange[0]!r}, but head {head.name!r} offers {list(head.distributions)}",
+                do="Choose a head that has it, or another view",
+            )
+    if head.chooses and not any(term.chooses for term in terms.values()):
+        raise SettingError(
+            "loss",
+            f"no term trains what head {head.name!r} chooses among its candidates",
+            do="Add one that reads them, as the recipes of this head do",
+        )
     trained = {signal for term in terms.values() for signal in term.reads}
     if idle := [signal for signal in head.signals if signal not in trained]:
         raise SettingError(
@@ -97,4 +118,20 @@ def check_accumulation(conditioning: Conditioning, accumulated: int) -> None:
             f"{accumulated}, but conditioning {conditioning.name!r} moves the blocks of every micro-batch to "
             "where a round has ended, so that the losses' counts are not known before the last of them",
             "Use 1, and more data.rows_per_batch or data.row_tokens",
+        )
+
+
+def check_tallies(terms: Mapping[str, LossTerm], accumulated: int) -> None:
+    """Refuse a step of several micro-batches where a term's denominator is only known after each forward pass.
+
+    Raises:
+        ValueError: ``accumulated``, the micro-batches of an optimizer step, is above 1 and a term ``tallies``.
+    """
+    late = [name for name, term in terms.items() if term.tallies]
+    if late and accumulated > 1:
+        raise SettingError(
+            "trainer.accumulate_grad_batches",
+            f"{accumulated}, but what loss.{late[0]} is divided by is only known after the forward pass of every "
+            "micro-batch, so that the first of them cannot be weighted",
+            "Use 1, and more data.rows_per_batch, data.row_tokens or trainer.devices",
         )

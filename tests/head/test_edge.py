@@ -109,7 +109,7 @@ def test_the_drafter_is_trained_by_the_marginals_and_by_the_scorer_if_it_may(det
     assert all(p.grad is not None and bool(p.grad.any()) for p in head.parameters())
     assert (hidden.grad is None) == detach
     hidden.grad = None
-    (plain,) = out.views["marginal"].ask(LabelLogProb(layout.labels))
+    (plain,) = out.views["base"].ask(LabelLogProb(layout.labels))
     plain.sum().backward()
     assert hidden.grad is not None and bool(hidden.grad.any())
 

@@ -249,29 +249,25 @@ def test_evaluate_measures_a_folder_of_another_program(tmp_path, answered, write
 
 @pytest.mark.parametrize("spelling", ["", ".weight"])
 @pytest.mark.parametrize("stated", [True, False])
-def test_dflash_2_is_refused_by_name(tiny_target, make_draft, write, spelling, stated):
-    """By its settings, and where a file hides them by its tensors, with codebooks spelled either way."""
+def test_half_of_dflash_2_is_refused_by_name(tiny_target, make_draft, write, spelling, stated):
+    """Its settings without its convolutions, or its tensors in a file that hides the settings."""
     draft = make_draft(tiny_target)
     config = nested(draft)
     if stated:
-        config["dflash_config"] |= {
-            "selector_rank": 4,
-            "selector_top_k": 2,
-            "conv_kernel_size": 2,
-            "conv_group_size": 8,
-        }
+        config["dflash_config"] |= {"selector_rank": 4, "selector_top_k": 2, "conv_kernel_size": 2}
     selector = {
         f"candidate_selector.{side}_codebook{spelling}": torch.ones(272, 4) for side in ("predecessor", "successor")
     }
     folder = write(draft, config, **selector)
-    with pytest.raises(ValueError, match=r"drafter of DFlash 2.*which is not supported"):
+    message = r"but no \['conv_group_size'\]" if stated else "drafter of DFlash 2, of which the settings say nothing"
+    with pytest.raises(ValueError, match=message):
         load_draft(folder)
 
 
 @pytest.mark.parametrize(
     ("layout", "change", "message"),
     [
-        (nested, {"architectures": ["DFlash2DraftModel"]}, r"drafter of DFlash 2 \(config.json states architectures"),
+        (nested, {"architectures": ["DFlash2DraftModel"]}, "the architecture DFlash2DraftModel and none of"),
         (flat, {"dflash_config": {"projector_type": "domino"}}, "drafter of domino"),
         (speculators, {"speculators_model_type": "eagle3"}, "drafter of eagle3"),
         (speculators, {"speculators_model_type": "dflash2"}, "drafter of dflash2"),

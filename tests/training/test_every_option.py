@@ -40,6 +40,9 @@ SMALL: dict[str, list[str]] = {
     "smoke": [],
     "quickstart": ["data.limit=4", "conditioning.target_layer_ids=[2,4]"],
     "dflare": [*FEW, "conditioning.num_features=4"],
+    "lilicorr": [*FEW, "head.hidden_size=16", "head.factor_dim=16"],
+    "dflash2": [*FEW, "drafter.num_layers=2"],
+    "domino": [*FEW, "trainer.max_epochs=4"],  # the correction begins at 0 and is not trained in the first step
 }
 CHOSEN = {
     ("callbacks", "checkpoint_last"): "callbacks=[checkpoint_last]",

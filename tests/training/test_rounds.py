@@ -77,7 +77,7 @@ def test_which_rows_are_carried_after_how_many_drafts_stand(make_batch, monkeypa
         batch, layout=lay_out_at(batch, torch.full_like(batch.layout.anchors, 10), module.draft_model.alignment)
     )
     drafts = agreeing(batch, torch.full_like(batch.layout.anchors, accepted))
-    monkeypatch.setattr(rounds, "draft_greedily", lambda *arguments: drafts)
+    monkeypatch.setattr(rounds, "draft_greedily", lambda *arguments: (torch.zeros(*drafts.shape, 32), drafts))
     after = play(module, batch)
     start, end = int(after.carried.start[0, 0]), int(after.carried.end[0, 0])
     assert after.carried.positions[0, start:end].tolist() == list(carried)
@@ -117,7 +117,7 @@ def test_a_block_knows_nothing_of_the_data_from_its_anchor_on(make_batch, monkey
     model = module.draft_model
     batch = replace(batch, layout=lay_out_at(batch, torch.full_like(batch.layout.anchors, 20), model.alignment))
     drafts = agreeing(batch, torch.full_like(batch.layout.anchors, 2))
-    monkeypatch.setattr(rounds, "draft_greedily", lambda *arguments: drafts)
+    monkeypatch.setattr(rounds, "draft_greedily", lambda *arguments: (torch.zeros(*drafts.shape, 32), drafts))
 
     def hidden(batch):
         after = play(module, batch)
@@ -135,6 +135,45 @@ def test_a_block_knows_nothing_of_the_data_from_its_anchor_on(make_batch, monkey
     assert not torch.allclose(hidden(replace(batch, input_ids=root)), hidden(batch))
     with pytest.raises(AssertionError):
         hidden(replace(batch, input_ids=before))
+
+
+def test_a_text_is_read_once_and_of_the_drafts_only_the_rejected_ones(make_batch, monkeypatch):
+    """Features and keys in one forward; where features are kept, no further than the last block that plays sees."""
+    module, batch = make_batch(carryover(fresh=0.5))
+    target, read = module.target, []
+    trunk = target.trunk
+
+    def listen(spec):
+        return_to = trunk(spec)
+
+        def run(ids, **kwargs):
+            read.append(ids.numel())
+            return return_to(ids, **kwargs)
+
+        run.features = return_to.features
+        return run
+
+    monkeypatch.setattr(target, "trunk", listen)
+    ours = play(module, replace(batch, features=None))
+    carried = int((ours.carried.end - ours.carried.start).sum())
+    assert sum(read) == batch.input_ids.numel() + carried and carried > 0
+    features, read[:] = ours.features, []
+    again = play(module, replace(batch, features=features))
+    assert carried < sum(read) < batch.input_ids.numel() + carried
+    torch.testing.assert_close(again.carried.features.hidden, ours.carried.features.hidden)
+    assert torch.equal(again.carried.positions, ours.carried.positions)
+    exact = target.features(batch.input_ids, batch.position_ids, module.required())
+    real = batch.doc_ids >= 0
+    torch.testing.assert_close(ours.features.hidden[real], exact.hidden[real], rtol=1e-4, atol=1e-4)
+
+
+def test_a_run_makes_no_features_beside_those_of_its_rounds(parts, write_rows, tiny_target, tmp_path, monkeypatch):
+    make_module, make_data, make_trainer = parts
+    module, data = make_module(tiny_target, conditioning=carryover()), make_data(tiny_target, write_rows(LENGTHS))
+    asked, features = [], type(tiny_target).features
+    monkeypatch.setattr(type(tiny_target), "features", lambda *a, **k: asked.append(1) or features(*a, **k))
+    make_trainer(tmp_path, max_steps=2).fit(module, datamodule=data)
+    assert not asked and module.changed_parameters() > 0
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -158,10 +197,11 @@ def test_a_head_with_steps_drafts_each_token_after_its_own_ones(make_batch):
     )
     model, target, layout = module.draft_model, module.target, batch.layout
     features = target.features(batch.input_ids, batch.position_ids, model.required())
-    drafts = rounds.draft_greedily(model, target, batch, features, module._lm)
+    states, drafts = rounds.draft_greedily(model, target, batch, features, module._lm)
     n, embeddings = int(layout.keep[0].sum()) - 1, target.embed(layout.input_ids)
     hidden = model.block_hidden(embeddings, layout, features, batch.position_ids, module._lm)[0, n]
     last, head = layout.input_ids[0, n, 0], model.head
+    torch.testing.assert_close(states[0, n], hidden)
     for k in range(4):
         logits = module._lm.logits(hidden[k]) + head.following(head.previous(last))
         assert drafts[0, n, k] == logits.argmax()

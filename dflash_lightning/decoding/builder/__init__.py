@@ -3,6 +3,7 @@
 from dflash_lightning.decoding.builder.base import DraftBuilder
 from dflash_lightning.decoding.builder.best_first import BestFirstTree
 from dflash_lightning.decoding.builder.chain import BestChain, SampledChain
+from dflash_lightning.decoding.builder.fan_tree import FanTree
 from dflash_lightning.decoding.builder.layers import LayerTree
 from dflash_lightning.decoding.builder.priced import CostTree, RooflineTree
 from dflash_lightning.decoding.builder.reach import ReachTree
@@ -14,6 +15,7 @@ __all__ = [
     "BestFirstTree",
     "CostTree",
     "DraftBuilder",
+    "FanTree",
     "LayerTree",
     "ReachTree",
     "RooflineTree",
