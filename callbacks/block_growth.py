@@ -15,7 +15,7 @@ from dflash_lightning.training.growth import check_growth, resize
 
 
 class BlockGrowth(Callback):
-    """Before an epoch, looks at the evaluation before it: the *ceiling* is the share of rounds whose drafts all stood.
+    """Between epochs, looks at the last evaluation: the *ceiling* is the share of rounds whose drafts all stood.
 
     Above ``ceiling`` the block grows by one step (``block=growing``), because those rounds might have gone on. The
     gain that may be expected is printed: the ceiling, times what further slots would add if drafts survived there as
@@ -51,7 +51,20 @@ class BlockGrowth(Callback):
             )
         check_growth(pl_module.block, pl_module.draft_model)
 
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """For the evaluation before training, and for one that a run resumed at the end of an epoch made up for."""
+        self._judge(trainer, pl_module)
+
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Where this callback stands before the one that evaluates."""
+        self._judge(trainer, pl_module)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """After the evaluation of the epoch. Blocks do not grow when nothing will be trained with them."""
+        if trainer.global_step < trainer.estimated_stepping_batches:
+            self._judge(trainer, pl_module)
+
+    def _judge(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert isinstance(pl_module, DraftModule)
         evaluation = _evaluation(trainer)
         figures = evaluation.history[-1] if evaluation is not None and evaluation.history else None

@@ -28,7 +28,7 @@ from dflash_lightning.decoding.sampling import Sampler, SamplingSpec
 from dflash_lightning.decoding.types import Draft, Round, Scores, Verdict
 from dflash_lightning.decoding.verifier import Verifier
 from dflash_lightning.drafter import BlockTransformer, Drafter
-from dflash_lightning.head import DraftHead, MarginalHead
+from dflash_lightning.head import DraftHead, MarginalHead, SelectorHead
 from dflash_lightning.loss import CrossEntropy, LossTerm
 from dflash_lightning.module import DraftModule, OptimSettings
 from dflash_lightning.ops.candidates import NO_CANDIDATE
@@ -138,8 +138,11 @@ def check_block(block: BlockConstructor) -> None:
 def check_loss(term: LossTerm, head: DraftHead | None = None) -> None:
     """The term is a finite sum with a gradient, and slots that are not valid have no part in it.
 
-    Null takes DFlash's head, with a signal for every name that the term reads.
+    Null takes DFlash's head with a signal for every name that the term reads, or one that has candidates if it reads
+    those.
     """
+    if head is None and term.chooses:
+        head = SelectorHead(candidates=16, rank=4)
     speaking = _SpeakingHead(signals=list(term.reads), by_block=term.by_block, distributions=list(term.viewed()))
     module = toy_module(loss={"own": term}, head=speaking if head is None else head)
     batch = toy_batch(module)
@@ -167,8 +170,11 @@ def _check_invalid_slots(module: DraftModule, batch: TrainBatch) -> None:
     beside = hidden.shape[2] - layout.valid.shape[2]  # rows of the context, which belong to no slot
     sound = torch.nn.functional.pad(layout.valid, (0, beside), value=True)[..., None]
     found = []
+    spoken = model.outputs(hidden, layout, lm).signals
     for states in (hidden, torch.where(sound, hidden, noise)):
         out = model.outputs(states, layout, lm)
+        if module.terms["own"].by_block:  # what is said of a block may come from any of its slots
+            out.signals = spoken
         shares = module.loss_shares(
             replace(batch, layout=layout), out, features, StepContext(0, 10, 0), count_slots(layout)
         )
@@ -316,7 +322,7 @@ def _row(draft: Draft, live: Tensor, row: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def check_policy(policy: WidthPolicy) -> None:
     """A width is a whole number for each row, from 0; and the policy bears to be told what came of it."""
-    signals = {name: torch.full((2, _SLOTS), 0.5) for name in policy.reads}
+    signals = {name: torch.full((2,) if policy.by_block else (2, _SLOTS), 0.5) for name in policy.reads}
     draft = Draft(torch.tensor([[3, 1, 2, 4], [5, 1, 2, 4]]), "delta", signals=signals)
     policy.start(_where())
     for _ in range(3):

@@ -30,8 +30,8 @@ class Conditioning(Component, nn.Module, ABC, axis=True):
     together. ``provides`` names what its contexts offer beyond ``sources`` and ``slot_inputs``; a drafter or a head may
     need it. ``wanted`` is what those of this model do need, set by the model.
     One that ``carries`` also reads the target's states of drafts that the round before rejected. Training then plays
-    such a round for every block but the share ``fresh`` of them (``training.rounds``). If it also ``recalls``, it reads
-    the drafter's own last hidden states of those drafts, too.
+    such a round for the blocks of all documents but a share ``fresh`` (``training.rounds``). If it also ``recalls``, it
+    reads the drafter's own last hidden states of those drafts, too.
     """
 
     provides: ClassVar[frozenset[str]] = frozenset()

@@ -93,8 +93,8 @@ def _lattice_shapes(stated: Mapping[str, Any], width: int, drafts: int) -> dict[
 
 def convolved(
     weights: Weights, at: str, convolution: tuple[int, int], x: Float[Tensor, "K H"]
-) -> tuple[Float[Tensor, "K H"], Callable[[Float[Tensor, "K H"]], Float[Tensor, "K H"]]]:
-    """What the sublayer reads, and what is done to what it gives."""
+) -> tuple[Float[Tensor, "K H"], Callable[[Tensor], Tensor]]:
+    """What the sublayer reads [K H], and what is done to what it gives, [K H] to [K H]."""
     taps, group = convolution
     base = weights[f"{at}.base_kernel"]
     delta = (x @ weights[f"{at}.kernel_projection.weight"].T).view(len(x), 2, taps, -1)

@@ -125,7 +125,8 @@ class Qwen3Layout(Exporter):
             nested["final_logit_softcapping"] = facts.softcap
         own = settings_of(draft_config.components)
         if own:
-            nested |= own | {"causal": draft_config.is_causal}
+            causal = draft_config.is_causal  # engines look for either name in the nested block
+            nested |= own | {"causal": causal, "is_causal": causal}
         return {
             "architectures": [ARCHITECTURES[draft_config.components["head"]["name"]]],
             **transformer_settings(draft_config, facts),

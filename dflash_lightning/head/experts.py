@@ -40,6 +40,7 @@ class ExpertsHead(DraftHead):
     name: ClassVar[str] = "experts"
     initial: ClassVar[frozenset[str]] = frozenset({"init_std"})
     distributions = ("main", "base", "local")
+    log_prior: Tensor
 
     def __init__(
         self,

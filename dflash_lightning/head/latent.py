@@ -30,8 +30,8 @@ class LatentHead(DraftHead):
 
     With one category it is a marginal head with a small correction. ``D`` and ``W`` start at 0: then all categories
     draft as the marginals do, and ``U_z``, which starts at random, lets them part. RECONSTRUCTED from abstract and
-    notes (MT 3.6): the form of the mixture, what the prior reads, and both sizes. A step of training costs
-    ``categories`` times the products with the vocabulary, and twice that for the tokens before a slot.
+    notes (MT 3.6): the form of the mixture, what the prior reads, and both sizes. In training every
+    category makes products with the vocabulary of its own, once for the tokens before a slot and once for the slot.
     """
 
     name: ClassVar[str] = "latent"

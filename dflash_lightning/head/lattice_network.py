@@ -27,7 +27,7 @@ class LatticeSizes:
     hidden: int
     layers: int
     heads: int
-    mlp_ratio: float
+    mlp_ratio: float | int
     factors: int
     norm_eps: float
 
@@ -41,7 +41,7 @@ class LatticeNetwork(nn.Module):
     in-vector after; the context row before the block stands in for the out-vector before the first slot.
     """
 
-    def __init__(self, sizes: LatticeSizes, *, vector_eps: float, scale: float) -> None:
+    def __init__(self, sizes: LatticeSizes, *, vector_eps: float, scale: float | int) -> None:
         super().__init__()
         self.vector_eps, self.scale = vector_eps, scale
         h, slots = sizes.hidden, sizes.slots

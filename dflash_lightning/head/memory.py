@@ -24,7 +24,7 @@ class TokenMemory(nn.Module):
 
     def step(self, state: Float[Tensor, "*lanes S"], seen: Float[Tensor, "*lanes H"]) -> Float[Tensor, "*lanes S"]:
         """The state after one more token, of which ``seen`` is the embedding."""
-        return self._next(state, self.read(seen.to(self.read.weight.dtype)))
+        return self._next(state, self.read(seen.to(state.dtype)))
 
     def along(self, seen: Float[Tensor, "B N K H"], steps: Bool[Tensor, "B N K"]) -> Float[Tensor, "B N K S"]:
         """The states after each slot of every block; slots that are no ``steps`` leave the state as it is."""

@@ -26,6 +26,7 @@ from dflash_lightning.training.requirements import check_accumulation
 from dflash_lightning.types import BlockLayout, Carried, FeatureSpec, Scores, TargetFeatures, TrainBatch
 
 _DRAFTED_AT_ONCE = 512  # slots whose full logits exist at a time
+_STRIDES = (0.6180339887498949, 0.41421356237309515)
 
 
 def begin_rounds(target: FrozenTarget, model: DraftModel, trainer: Trainer) -> FrozenTarget:
@@ -47,8 +48,9 @@ def play_round(
 ) -> TrainBatch:
     """The batch after a round: blocks moved to where it ended, labels and counts to match, and what they carry.
 
-    A share of the blocks (``Conditioning.fresh``, every so manyeth) plays none and stays, and so does a block whose
-    round ends where no block may start. Depends on the weights and the batch alone, so a resumed run plays the same.
+    A share of the documents (``Conditioning.fresh``) plays none: their blocks stay, and cost what they do without
+    rounds. Which documents these are changes from step to step. A block also stays where its round ends at a place
+    where no block may start. All depends on weights, batch and step alone, so a resumed run plays the same.
 
     Args:
         spec: features that the batch must have afterwards; they are made here where it has none.
@@ -59,12 +61,13 @@ def play_round(
     text = ReadText(target, batch.input_ids, batch.position_ids, spec if batch.features is None else None)
     features = batch.features if text.features is None else text.features
     assert features is not None
-    play = (~_fresh(layout, wishes.fresh)).nonzero().flatten()
+    plays = layout.keep & ~_fresh(batch, wishes.fresh, step)
+    play = plays.any(0).nonzero().flatten()
     some = _blocks(layout, play)
     hidden, drafts = draft_greedily(model, target, replace(batch, layout=some), features, lm)
     accepted = agreement(batch, some, drafts)
     ended = some.anchors + accepted + 1
-    played = may_start(batch, some, ended)
+    played = may_start(batch, some, ended) & plays[:, play]
     tokens = torch.cat([some.input_ids[..., :1], drafts], dim=2)
     # Verified rows: the root, then the drafts. Of these the rejected ones are carried, the first one first.
     first = torch.where(played, accepted + 1, tokens.shape[2])
@@ -90,6 +93,11 @@ def draft_greedily(
 ) -> tuple[Float[Tensor, "B N D H"], Int[Tensor, "B N D"]]:
     """What decoding at temperature 0 drafts after every anchor, with nothing carried; and the slots' hidden states."""
     layout = batch.layout
+    if not layout.anchors.shape[1]:
+        shape = (len(layout.anchors), 0, model.alignment.num_drafts)
+        return layout.anchors.new_zeros(*shape, model.config.hidden_size, dtype=model.dtype), layout.anchors.new_zeros(
+            shape
+        )
     hidden = model.block_hidden(target.embed(layout.input_ids), layout, features, batch.position_ids, lm)
     slots = hidden[:, :, model.alignment.first_slot :]
     roots, states = layout.input_ids[..., 0].flatten(), slots.flatten(0, 1)
@@ -156,9 +164,11 @@ def may_start(batch: TrainBatch, layout: BlockLayout, anchors: Int[Tensor, "B N"
     return there
 
 
-def _fresh(layout: BlockLayout, share: float) -> Bool[Tensor, " N"]:
-    number = torch.arange(layout.anchors.shape[1], device=layout.anchors.device, dtype=torch.float64)
-    return ((number + 1) * share).floor() > (number * share).floor()
+def _fresh(batch: TrainBatch, share: float, step: int) -> Bool[Tensor, "B N"]:
+    """Whether the document of each block plays no round at this step: two irrational strides fill (0, 1) evenly."""
+    document = _rows(batch.doc_ids, batch.layout.context_start).clamp(min=0)
+    number = batch.sample_ids.gather(1, document).double()
+    return (number * _STRIDES[0] + step * _STRIDES[1]) % 1.0 < share
 
 
 def _same_document(batch: TrainBatch, anchors: Int[Tensor, "B N *one"], rows: Tensor) -> Tensor:

@@ -45,6 +45,17 @@ def test_the_worked_example() -> None:
         assert SharedBudget(costs=[1], ratios=[(share + 1) / 4]).width(draft_of(STANDS), round_of(2)).tolist() == widths
 
 
+def test_what_each_share_gives_for_its_cost() -> None:
+    """MD L4, and its remark: .362 .4019 .4067 .3571 with the two tokens that the rows commit anyway."""
+    falling, budgets = STANDS.flatten().sort(descending=True).values, torch.tensor([2, 3, 5, 6])
+    policy = SharedBudget(costs=COSTS)
+    for certain, want in ((0, [0.162, 0.2114, 0.24, 0.2143]), (2, [0.362, 0.4019, 0.4067, 0.3571])):
+        assert policy._values(falling, budgets, torch.tensor(certain)).tolist() == pytest.approx(want, abs=5e-5)
+    steep = [10, 13.5, 17, 19]
+    widths = [SharedBudget(costs=steep, bonus=b).width(draft_of(STANDS), round_of(2)).tolist() for b in (False, True)]
+    assert widths == [[3, 2], [2, 0]], "a certain token makes cheap verifications worth more"
+
+
 def test_equal_costs_cut_nothing_and_equal_chances_go_by_row() -> None:
     assert SharedBudget().width(draft_of(STANDS), round_of(2)).tolist() == [3, 3]
     sure = torch.ones(2, 3)

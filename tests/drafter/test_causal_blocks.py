@@ -151,9 +151,9 @@ def counted(function: Any, calls: list[int]) -> Any:
 
 def test_masks_cost_one_forward_for_a_block_and_tokens_one_for_each_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each as it was trained; the text is the target's own in both cases."""
+    check_drafter(BlockTransformer(num_layers=2, init_std=0.2, is_causal=True))
     texts = []
     for build, runs in ((causal, 1), (sequential, SLOTS)):
-        check_drafter(build().plan.drafter)
         module, calls = build(), list[int]()
         settings = DecodingSettings(max_new_tokens=12, batch_size=2, compile=False, prepacked=False)
         decoder = settings.make_decoder(module.target, module.draft_model.eval(), longest_prompt=3)

@@ -147,6 +147,7 @@ def test_names_and_shapes_of_the_lattice_are_those_of_the_serving_engines(folder
                 **{"block_size": 4, "num_target_layers": 4, "mask_token_id": 262, "target_layer_ids": [0, 2]},
                 **{
                     "causal": None,
+                    "is_causal": None,
                     "projector_type": "lilicorr",
                     "lilicorr_enabled": True,
                     "lilicorr_candidate_topk": 4,

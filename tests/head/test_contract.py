@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from dflash_lightning.draft_config import DraftConfig
 from dflash_lightning.head import DraftHead, HeadOutput, MarginalHead
 from dflash_lightning.ops.lm_head import LanguageHead
 from dflash_lightning.types import Scores, gather_lanes
@@ -57,3 +58,45 @@ def test_a_reduced_head_still_embeds_every_token() -> None:
     assert torch.equal(found[0], embedding[[0, 19]]) and not found.requires_grad
     with pytest.raises(AssertionError, match="without the target's embedding"):
         LanguageHead(torch.randn(20, 6)).embed(torch.tensor([0]))
+
+
+# -- what a head says of itself ---------------------------------------------------------------------------------------
+
+
+SMALL: dict[str, dict[str, Any]] = {
+    "markov": {"rank": 4},
+    "lattice": {"candidates": 4, "hidden_size": 8, "num_layers": 1, "num_heads": 2, "factor_dim": 4, "init_std": 0.5},
+    "selector": {"candidates": 4, "rank": 4},
+}
+SHIPPED = sorted(
+    name for name, kind in DraftHead.registry.items() if kind.__module__.startswith("dflash_lightning.head")
+)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_head_says_whether_its_first_laws_know_of_later_slots(name: str) -> None:
+    """``prefix_stable``, tried: the scores of the first two slots with and without a third."""
+    head: Any = DraftHead.from_settings(name, SMALL.get(name, {}))
+    head.build(DraftConfig(hidden_size=6, vocab_size=9, block_size=4, mask_token_id=0, rms_norm_eps=1e-6))
+    generator = torch.Generator().manual_seed(0)
+    for weight in head.parameters():
+        weight.data += 0.5 * torch.randn(weight.shape, generator=generator)
+    weight, embedding = (torch.randn(9, 6, generator=generator) for _ in range(2))
+    lm, roots = LanguageHead(weight, embedding=embedding), torch.tensor([3])
+    slots, beside = torch.randn(1, 3, 6, generator=generator), torch.randn(1, 1, 6, generator=generator)
+    rows = beside if head.needs else beside[:, :0]
+    with torch.no_grad():
+        found = [laws(head.open(torch.cat([some, rows], 1), roots, lm)) for some in (slots, slots[:, :2])]
+    same = all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*found, strict=True))
+    assert same == head.prefix_stable
+
+
+def laws(scores: Scores) -> list[torch.Tensor]:
+    """Logits of the first two slots, after token 3 and then the likeliest one."""
+    if scores.step is None:
+        return [scores.logits[:, 0], scores.logits[:, 1]]
+    first, state = scores.step(scores.state, torch.tensor([[3]]), 0)
+    best = first.logits.argmax(-1, keepdim=True)
+    token = best[..., 0] if first.ids is None else first.ids.gather(-1, best)[..., 0]
+    second, _ = scores.step(state, token, 1)
+    return [first.logits, second.logits]

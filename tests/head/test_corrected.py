@@ -88,6 +88,10 @@ def test_an_untrained_head_is_the_marginals_bit_for_bit(make_layout: Any) -> Non
     for token, depth in itertools.product(range(V), range(DEPTH)):
         at, _ = scores.step(None, torch.tensor([[token]]), depth)
         assert torch.equal(at.logits[0, 0], lm.logits(hidden[:, 0, 1:])[0, depth])
+    found.ask(LabelLogProb(layout.labels))[0].sum().backward()
+    torch.optim.SGD(head.parameters(), lr=1.0).step()
+    after = [scores.step(None, torch.tensor([[token]]), 0)[0].logits for token in range(V)]
+    assert float((after[0] - after[1]).abs().min().detach()) > 1e-4, "after a step it knows the token"
 
 
 def test_a_slot_knows_the_token_before_it_and_no_other(make_layout: Any) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dflash_lightning.decoding.builder import BestChain
+from dflash_lightning.decoding.draft_proposer import num_drafts
 from dflash_lightning.decoding.law import Law
 from dflash_lightning.decoding.noise import Noise
 from dflash_lightning.decoding.sampling import Sampler, SamplingSpec
@@ -176,7 +177,7 @@ def walk(start: Tensor, pair: Tensor, monkeypatch: pytest.MonkeyPatch) -> Scores
     likely = torch.full((drafts, 40), -9.0)
     for slot in range(drafts):
         likely[slot, 10 * slot : 10 * slot + k] = -torch.arange(float(k))
-    lm = LanguageHead(torch.eye(40), embedding=torch.zeros(40, 4))
+    lm = LanguageHead(torch.eye(40), embedding=torch.zeros(40, 40))
     return head.open(torch.cat([likely, torch.zeros(1, 40)])[None], torch.tensor([7]), lm)
 
 
@@ -314,6 +315,18 @@ def test_a_block_reads_the_context_row_before_its_anchor_and_none_later() -> Non
     assert torch.equal(same, own) and not torch.equal(later, other), "a later row is read, or none"
     predicts = batch.layout.predicts[0, block]
     assert bool((scores(anchor - 1)[0][predicts] != own[predicts]).all())
+
+
+def test_fewer_slots_are_the_first_rows_of_its_tables_and_more_are_refused() -> None:
+    """A shorter block is decoded, with another law than the trained one; for a longer one there are no weights."""
+    draft = toy_module(head=small(), loss={"lattice": LatticeLoss()}).draft_model
+    assert num_drafts(draft, 3) == 2
+    with pytest.raises(ValueError, match=r"decoding\.block_size: 6 slots, but the drafter's head has weights for 3"):
+        num_drafts(draft, 6, untrained_slots=True)
+    lm = LanguageHead(torch.randn(32, 32), embedding=torch.randn(32, 32))
+    with torch.no_grad():
+        scores = draft.open(torch.randn(1, 3, 32), torch.tensor([1]), lm)
+    assert scores.logits.shape == (1, 2, 4)
 
 
 def test_settings_that_make_no_head_are_refused() -> None:

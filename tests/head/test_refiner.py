@@ -25,12 +25,13 @@ from dflash_lightning.ops.lm_head import (
     LanguageHead,
     Overlap,
     Request,
+    Teacher,
     View,
 )
 from dflash_lightning.recipe import load_recipe
 from dflash_lightning.recipe.make import make
 from dflash_lightning.testing import toy_batch, toy_module
-from dflash_lightning.types import Scores, SlotTotals
+from dflash_lightning.types import Scores, SlotTotals, StepContext
 
 V, DRAFTS, H = 7, 6, 5  # of the chains
 
@@ -192,8 +193,8 @@ def share(term: RefinedLoss, out: HeadOutput, world: Any) -> float:
     layout.predicts, layout.valid = layout.predicts[:, :1], layout.valid[:, :1]
     ones, one = torch.ones(3), torch.tensor(1.0)
     totals = SlotTotals(ones, ones, one, one)
-    teacher: Any = object()
-    return float(term.numerator(out, layout, teacher, None) / term.denominator(totals))  # type: ignore[arg-type]
+    teacher = Teacher(torch.zeros(1, 1, 1), layout, LanguageHead(torch.zeros(2, 1)))
+    return float(term.numerator(out, layout, teacher, StepContext(0, 1, 0)) / term.denominator(totals))
 
 
 def test_the_parts_are_composed_as_published(world: Any) -> None:
@@ -226,7 +227,7 @@ def test_the_loss_trains_every_weight() -> None:
     module = toy_module(head=small(), loss={"refined": RefinedLoss()})
     batch = toy_batch(module)
     out, features = module.outputs(batch)
-    ((_, loss),) = module.loss_shares(batch, out, features, None, batch.window_totals).values()
+    ((_, loss),) = module.loss_shares(batch, out, features, StepContext(0, 1, 0), batch.window_totals).values()
     loss.backward()
     for name, weight in module.draft_model.named_parameters():
         assert bool((weight.grad != 0).any()), name

@@ -19,7 +19,7 @@ CTX = StepContext(0, 1, 0)
 
 def value_of(loss: Any, made: Any) -> float:
     numerator = loss.numerator(made.out, made.layout, made.teacher, CTX)
-    return float(numerator / loss.denominator(count_slots(made.layout)))
+    return (numerator / loss.denominator(count_slots(made.layout))).item()
 
 
 def test_the_mixture_on_one_slot(table: Any) -> None:
@@ -50,7 +50,7 @@ def test_caps_of_a_slot_and_of_the_batch(
     term = ClippedReverseKL(clip=clip, per_batch=per_batch, decay=7.0)
     assert float(term.denominator(count_slots(made.layout))) == pytest.approx(2.618355, abs=1e-6)
     found = value_of(term, made)
-    assert found == pytest.approx(expected, abs=1e-6)
+    assert found == pytest.approx(expected, abs=2e-6)
     weights = torch.exp(-torch.arange(3) / 7.0)
     hard = float((weights * torch.tensor([0.2, 0.7, 1.5])).sum() / weights.sum())
     assert hard == pytest.approx(0.738643, abs=1e-6)

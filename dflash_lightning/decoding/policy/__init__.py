@@ -3,8 +3,6 @@
 from dflash_lightning.decoding.policy.base import WidthPolicy
 from dflash_lightning.decoding.policy.confidence import ConfidencePolicy
 from dflash_lightning.decoding.policy.length import LengthPolicy
-
-__all__ = ["ConfidencePolicy", "LengthPolicy", "WidthPolicy"]
 from dflash_lightning.decoding.policy.shared_budget import SharedBudget
 
-__all__ = ["ConfidencePolicy", "SharedBudget", "WidthPolicy"]
+__all__ = ["ConfidencePolicy", "LengthPolicy", "SharedBudget", "WidthPolicy"]

@@ -31,6 +31,7 @@ class WidthPolicy(Component, ABC, axis=True):
     sees: ClassVar[Sees]
     reads: ClassVar[tuple[str, ...]] = ()
     reads_ahead: ClassVar[bool] = False
+    by_block: ClassVar[bool] = False  # whether these are a number per row [B], else one per draft [B, D]
 
     def start(self, where: Round) -> None:
         """A new batch begins, so what was kept of the rows of the last one is void; by default nothing is kept."""

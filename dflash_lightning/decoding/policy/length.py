@@ -25,6 +25,7 @@ class LengthPolicy(WidthPolicy):
     name = "length"
     sees = "laws"
     reads = ("length",)
+    by_block = True
 
     def __init__(self, *, rate: float = 1.3, least: int = 1) -> None:
         if not rate > 0:

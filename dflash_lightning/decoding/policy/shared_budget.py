@@ -21,7 +21,8 @@ class SharedBudget(WidthPolicy):
     ``s_{b,k}`` is the product of the confidences of row ``b`` up to draft ``k``. A share ``ratio`` of all ``n`` drafts
     of the rows that are decoded makes ``K = ceil(ratio * n)``; the value of a share is the sum of the ``K`` largest
     ``s``, divided by its entry of ``costs``. The best share is taken, the smaller one among equals. ``s`` falls along a
-    row, so what a row gets of the ``K`` is the beginning of its draft.
+    row, so what a row gets of the ``K`` is the beginning of its draft. ``bonus`` adds the token that every row commits
+    whatever stands to each value, which then is tokens per unit of cost; the paper leaves it out.
 
     ``costs`` are what one verification costs with each share of the drafts, in any unit: measure them on your machine,
     at the batch size you decode with. Null takes them to be equal, as they almost are on a CPU at batch 1: then every
@@ -45,7 +46,9 @@ class SharedBudget(WidthPolicy):
         costs: list[float | int]
         | None = None,  # of a verification with each share of the drafts; null: the same with any
         ratios: list[float | int] | None = None,  # shares that are weighed up; null: a quarter, a half, three, all
+        bonus: bool = False,  # count the token that a row commits in any case
     ) -> None:
+        self.bonus = bonus
         self.ratios = [float(ratio) for ratio in (RATIOS if ratios is None else ratios)]
         self.costs = None if costs is None else [float(cost) for cost in costs]
         if not self.ratios or not all(0 < ratio <= 1 for ratio in self.ratios):
@@ -68,13 +71,17 @@ class SharedBudget(WidthPolicy):
         ratios = torch.tensor(self.ratios, dtype=torch.float64, device=stands.device)
         budgets = (ratios * count).ceil().long()
         ranks = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        return (ranks.view_as(stands) < budgets[self._best(falling, budgets)]).sum(1)
+        certain = count // stands.shape[1] if self.bonus else count * 0
+        best = self._values(falling, budgets, certain).argmax()
+        return (ranks.view_as(stands) < budgets[best]).sum(1)
 
-    def _best(self, falling: Float[Tensor, " n"], budgets: Int[Tensor, " R"]) -> Int[Tensor, ""]:
-        """The share that gives most for its cost; ``falling`` are the chances of all drafts, best first."""
+    def _values(
+        self, falling: Float[Tensor, " n"], budgets: Int[Tensor, " R"], certain: Int[Tensor, ""]
+    ) -> Float[Tensor, " R"]:
+        """What each share gives for its cost; ``falling`` are the chances of all drafts, best first."""
         sums = torch.nn.functional.pad(falling.double().cumsum(0), (1, 0))
         costs = torch.tensor(self._costs(), dtype=torch.float64, device=falling.device)
-        return (sums[budgets] / costs).argmax()
+        return (sums[budgets] + certain) / costs
 
     def _costs(self) -> list[float]:
         return [1.0] * len(self.ratios) if self.costs is None else self.costs
