@@ -8,6 +8,7 @@ from dflash_lightning.loss.fading import FadingCrossEntropy
 from dflash_lightning.loss.lattice import LatticeLoss
 from dflash_lightning.loss.length import LengthLoss
 from dflash_lightning.loss.product import ProductLoss
+from dflash_lightning.loss.reach import ReachLoss
 from dflash_lightning.loss.refined import RefinedLoss
 from dflash_lightning.loss.selector import CandidateCrossEntropy
 from dflash_lightning.loss.stepped import SteppedCrossEntropy
@@ -26,6 +27,7 @@ __all__ = [
     "LengthLoss",
     "LossTerm",
     "ProductLoss",
+    "ReachLoss",
     "RefinedLoss",
     "SlotwiseLoss",
     "SteppedCrossEntropy",
