@@ -52,7 +52,7 @@ class TargetAdapter:
         head = target.model.get_output_embeddings()
         self.head: nn.Module = prepack_linears(head) if prepacked else head
         self._config: Any = anatomy.decoder.config
-        self._trunk = Trunk(anatomy, FeatureSpec(spec.layer_ids, last_hidden=True))
+        self._trunk = Trunk(anatomy, spec | FeatureSpec(last_hidden=True))
         self._cache = RowCache(target.facts.num_layers)
         self._lengths: list[int] = []
         self._verified: TargetFeatures | None = None  # what the next commit chooses from
@@ -204,10 +204,11 @@ class TargetAdapter:
             mask = tree_mask(self._config, lineage, first, positions, self._cache.num_rows, self.target.dtype)
         elif ragged:
             mask = ragged_mask(self._config, positions, self._cache.num_rows, self.target.dtype)
-        hidden, stacked = self._trunk(
+        hidden, stacked, kv = self._trunk(
             ids, position_ids=positions, attention_mask=mask, cache=self._cache, use_cache=True
         )
-        return hidden, TargetFeatures(self.spec.layer_ids, stacked, hidden if self.spec.last_hidden else None, ids)
+        last = hidden if self.spec.last_hidden else None
+        return hidden, TargetFeatures(self.spec.layer_ids, stacked, last, ids, kv=kv, kv_layers=self.spec.kv_layers)
 
     def _logits(self, hidden: Float[Tensor, "*rows H"]) -> Float[Tensor, "*rows V"]:
         return self.lm.activate(self.head(hidden))

@@ -5,7 +5,7 @@ A text is read once, with its keys and values; a continuation then costs its own
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -107,7 +107,7 @@ class ReadText:
                 self.pieces.append(piece)
                 for name, mine in room.tensors().items():
                     mine[row, begin:end] = read.tensors()[name][0]
-        return TargetFeatures(spec.layer_ids, room.hidden, room.last_hidden, self.input_ids)
+        return replace(room, ids=self.input_ids, next_ids=None)
 
     def read(self, row: int, begin: int, end: int, spec: FeatureSpec) -> tuple[Piece, TargetFeatures]:
         """Read rows ``begin .. end - 1``, which begin a document."""
@@ -116,8 +116,8 @@ class ReadText:
         cache = Cache(layers=[_TextLayer() for _ in range(target.facts.num_layers)])
         packed = sum(begin <= start < end for start in self.documents[row][:-1]) > 1
         mask = packed_mask(target.model.config, positions, target.dtype) if packed else None
-        output, stacked = trunk(ids, position_ids=positions, attention_mask=mask, cache=cache, use_cache=True)
-        return Piece(row, begin, end, cache), trunk.features(ids, output, stacked)
+        output, stacked, kv = trunk(ids, position_ids=positions, attention_mask=mask, cache=cache, use_cache=True)
+        return Piece(row, begin, end, cache), trunk.features(ids, output, stacked, kv)
 
     def seen_until(self, row: int, begin: int, end: int, stop: int, spec: FeatureSpec) -> Piece:
         """The piece ``begin .. end - 1``, read at least up to row ``stop - 1``."""
@@ -163,7 +163,7 @@ def branch_features(
             rows = _Rows.of(counts[row], first[row])
             rows.run(text, row, tokens[row], (intervals[0][row], intervals[1][row]), spec, found, places)
         assert found.ids is not None
-        return TargetFeatures(spec.layer_ids, found.hidden, found.last_hidden, found.ids), places
+        return replace(found, next_ids=None), places
 
 
 @dataclass(frozen=True)
@@ -214,10 +214,10 @@ class _Rows:
                 text.target.model.config, visible[None], stands[None, mine], keys[None], text.target.dtype
             )
             trunk, rows = text.target.trunk(spec), ids[None, mine]
-            output, stacked = trunk(
+            output, stacked, kv = trunk(
                 rows, position_ids=stands[None, mine], attention_mask=mask, cache=piece.cache, use_cache=True
             )
-            read = trunk.features(rows, output, stacked)
+            read = trunk.features(rows, output, stacked, kv)
             for name, room in found.tensors().items():
                 room[row, mine] = read.tensors()[name][0]
             places[row, mine] = stands[mine]

@@ -216,13 +216,15 @@ class FrozenTarget:
             input_ids, position_ids = input_ids.reshape(1, -1), position_ids.reshape(1, -1)
         elif implementation in ("sdpa", "eager") and packed:
             mask = packed_mask(self.model.config, position_ids, self.dtype)
-        output, stacked = trunk(input_ids, position_ids=position_ids, attention_mask=mask, use_cache=False)
-        return trunk.features(ids, output.reshape(*shape, -1), stacked.reshape(*shape, *stacked.shape[2:]))
+        output, stacked, kv = trunk(input_ids, position_ids=position_ids, attention_mask=mask, use_cache=False)
+        kv = None if kv is None else kv.reshape(*shape, *kv.shape[2:])
+        return trunk.features(ids, output.reshape(*shape, -1), stacked.reshape(*shape, *stacked.shape[2:]), kv)
 
     def trunk(self, spec: FeatureSpec) -> Trunk:
         """The decoder up to the last layer that ``spec`` needs, made once."""
         if spec not in self._trunks:
             check_layer_ids(spec.layer_ids, self.facts)
+            check_layer_ids(spec.kv_layers, self.facts)
             self._trunks[spec] = Trunk(self.anatomy, spec)
         return self._trunks[spec]
 
