@@ -42,6 +42,7 @@ class RefinerHead(DraftHead):
 
     name: ClassVar[str] = "refiner"
     initial: ClassVar[frozenset[str]] = frozenset({"init_std", "zero_readout"})
+    prefix_stable: ClassVar[bool] = False
 
     def __init__(
         self,
