@@ -50,7 +50,7 @@ quickstart: $(INSTALLED)
 	$(BIN)/dflash fit quickstart
 	$(BIN)/dflash report runs/quickstart --keep --started $(STARTED) --min-tau 2.2 \
 	  --prompts package://dflash_lightning/data/quickstart/test.jsonl \
-	  --limit 40 --timed 4 --max-new-tokens 96 --batch-size 6 --eager \
+	  --limit 40 --timed 4 --max-new-tokens 96 --batch-size 18 --eager \
 	  --note 'held-out templates of the training domain (in-domain)'
 	@echo 'next: . $(BIN)/activate, then for example: dflash generate --draft runs/quickstart --chat'
 

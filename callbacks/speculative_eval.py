@@ -128,7 +128,7 @@ class SpeculativeEval(Callback):
             target.facts.name,
             max_new_tokens=self.decoding.max_new_tokens,
             num_drafts=Alignment(
-                self.decoding.block_size or pl_module.block.block_size, 0, pl_module.block.label_layout
+                self.decoding.block_size or pl_module.block.largest_size, 0, pl_module.block.label_layout
             ).num_drafts,
             setting="decoding.max_new_tokens",
             call=lambda place: f"prompt {place + 1} of {self.prompts}",

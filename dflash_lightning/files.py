@@ -7,7 +7,7 @@ import hashlib
 import os
 import platform
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
@@ -41,7 +41,7 @@ def find_file(path: str | Path, *, setting: str = "data") -> Path:
 
 
 DRAFT_PARTS = ("conditioning", "drafter", "head")
-_HOW = "Write init_from as a path, or as {path: .., parts: [..], change: [..]}"
+_HOW = "Write init_from as a path, or as {path: .., parts: [..], change: [..], freeze: ..}"
 
 
 @dataclass(frozen=True)
@@ -49,12 +49,14 @@ class DraftOrigin:
     """``init_from``: the drafter at ``path`` gives the tensors of ``parts`` (all three unless said).
 
     ``change`` names what may differ between it and the recipe: a field such as ``block_size``, ``target`` (another copy
-    of the model it was made for: quantised, say), a part (``head``) or a setting of one (``head.rank``).
+    of the model it was made for: quantised, say), a part (``head``) or a setting of one (``head.rank``). With
+    ``freeze`` the parts are not trained.
     """
 
     path: str
     parts: tuple[str, ...] = DRAFT_PARTS
     change: tuple[str, ...] = ()
+    freeze: bool = False
 
     @classmethod
     def read(cls, stated: str | Mapping[str, Any] | None) -> DraftOrigin | None:
@@ -67,8 +69,9 @@ class DraftOrigin:
             return None
         if isinstance(stated, str):
             return cls(stated)
-        if unknown := sorted(set(stated) - {"path", "parts", "change"}):
-            hint = hint_for(unknown[0], ("path", "parts", "change"))
+        known = {field.name for field in fields(cls)}
+        if unknown := sorted(set(stated) - known):
+            hint = hint_for(unknown[0], known)
             raise SettingError(f"init_from.{unknown[0]}", "unknown key", hint, do=_HOW)
         if not isinstance(stated.get("path"), str):
             raise SettingError("init_from.path", f"{stated.get('path')!r} is no path", do=_HOW)
@@ -82,7 +85,14 @@ class DraftOrigin:
             )
         if parts is not None and not parts:
             raise SettingError("init_from.parts", "nothing is taken over", do="Name a part, or set init_from=null")
-        return cls(stated["path"], DRAFT_PARTS if parts is None else tuple(parts), tuple(change or ()))
+        taken, freeze = DRAFT_PARTS if parts is None else tuple(parts), stated.get("freeze", False)
+        if not isinstance(freeze, bool):
+            raise SettingError("init_from.freeze", f"{freeze!r} is neither true nor false", do=_HOW)
+        if freeze and {*taken} == {*DRAFT_PARTS}:
+            raise SettingError(
+                "init_from.freeze", "all parts are taken over, so that none is trained", do="Name fewer in parts"
+            )
+        return cls(stated["path"], taken, tuple(change or ()), freeze)
 
 
 def find_draft_place(path: str | Path, *, setting: str) -> Path | None:

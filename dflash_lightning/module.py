@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from dflash_lightning.block import BlockConstructor
 from dflash_lightning.conditioning import Conditioning
-from dflash_lightning.draft_config import DraftConfig
 from dflash_lightning.drafter import Drafter
 from dflash_lightning.errors import SettingError
 from dflash_lightning.head import DraftHead
@@ -29,6 +28,7 @@ from dflash_lightning.model import DraftModel
 from dflash_lightning.model.start import DraftPlan
 from dflash_lightning.ops.lm_head import Argmax, HeadOutput, LanguageHead, Teacher
 from dflash_lightning.target import FrozenTarget
+from dflash_lightning.training.growth import follow_checkpoint
 from dflash_lightning.training.guard import (
     ADVICE,
     Diverged,
@@ -42,7 +42,7 @@ from dflash_lightning.training.guard import (
 from dflash_lightning.training.log import StepLog
 from dflash_lightning.training.optim import LengthChange, OptimSettings, gradients, length_change, set_rates
 from dflash_lightning.training.requirements import check_labels, check_signals, check_tallies, check_teacher
-from dflash_lightning.training.rounds import check_rounds, play_round
+from dflash_lightning.training.rounds import begin_rounds, play_round
 from dflash_lightning.types import BlockLayout, FeatureSpec, SlotTotals, StepContext, TargetFeatures, TrainBatch
 
 
@@ -112,8 +112,8 @@ class DraftModule(LightningModule):
         self._lm: LanguageHead = self.model.head_of(self.target.lm)
         if data is not None:
             self.model.config.chat_template_kwargs = dict(data.chat_template_kwargs)
-            summary = data.summary
-            check_labels(self.terms, summary.why_not_samples, unknown=summary.labels == "unknown")
+            self.model.head.count_labels(data.label_counts)
+            check_labels(self.terms, data.summary.why_not_samples, unknown=data.summary.labels == "unknown")
             check_teacher(self.terms, data.feature_products)
             data.bind(self.block, self.model.alignment, self.required(), self._vocabulary_mask())
 
@@ -145,7 +145,7 @@ class DraftModule(LightningModule):
         check_tallies(self.terms, self.trainer.accumulate_grad_batches)
         self.target.to(self.device)
         if self.draft_model.conditioning.carries:
-            check_rounds(self.target, self.draft_model, accumulated=self.trainer.accumulate_grad_batches)
+            self._reader = begin_rounds(self.target, self.draft_model, self.trainer)
         self._lm = self.draft_model.head_of(self.target.lm)
         self._initial = checksums(self.draft_model)
         self._totals, self._window_samples, self._guard = None, [], self._make_guard()
@@ -170,7 +170,7 @@ class DraftModule(LightningModule):
 
     def training_step(self, batch: TrainBatch, batch_idx: int) -> Float[Tensor, ""]:
         if self.draft_model.conditioning.carries:
-            batch = play_round(self.draft_model, self.target, batch, self.required(), self._lm)
+            batch = play_round(self.draft_model, self._reader, batch, self.required(), self._lm, self.global_step)
         out, features = self.outputs(batch)
         if self._metrics_due():
             out.views["main"].plan(Argmax())  # answered in the same pass as the losses
@@ -323,17 +323,7 @@ class DraftModule(LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         check_checkpoint(checkpoint)
-        # By way of the class, which fills in what a checkpoint of an older version does not state.
-        theirs, ours = (
-            c.to_dict() for c in (DraftConfig.from_dict(checkpoint["draft_config"]), self.draft_model.config)
-        )
-        differing = sorted(k for k in {*theirs, *ours} if theirs.get(k) != ours.get(k) and k not in _VOLATILE)
-        if differing:
-            lines = "; ".join(f"{k}: checkpoint {theirs.get(k)!r}, now {ours.get(k)!r}" for k in differing)
-            raise ValueError(
-                f"The checkpoint's drafter is not the one this recipe builds ({lines}). "
-                "Resume with the recipe and data it was trained with, or start anew with --fresh."
-            )
+        follow_checkpoint(self.block, self.draft_model, checkpoint["draft_config"])
         if checkpoint.get("lr_schedulers"):
             change = checkpoint.get("length_change")
             self._resumed = (checkpoint["lr_schedulers"][0], None if change is None else LengthChange(**change))
@@ -345,6 +335,3 @@ class DraftModule(LightningModule):
     def changed_parameters(self) -> int:
         """How many parameter tensors of the drafter differ from when ``fit`` began."""
         return sum(self._initial[name] != value for name, value in checksums(self.draft_model).items())
-
-
-_VOLATILE = {"transformers_version", "_name_or_path"}

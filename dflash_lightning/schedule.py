@@ -20,6 +20,11 @@ def warmup_cosine(step: int, *, warmup_steps: int, total_steps: int, final_fract
     return final_fraction + (1.0 - final_fraction) * 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
+def fade(step: int, total_steps: int, *, start: float = 1.0, until: float = 1.0) -> float:
+    """``start (1 - step / (until * total_steps))``, cut to 0..1: it falls in a straight line and then stays 0."""
+    return min(1.0, max(0.0, start * (1.0 - step / max(until * total_steps, 1e-9))))
+
+
 def decay_weights(num_slots: int, decay: float | None, *, device: torch.device | None = None) -> Float[Tensor, " Kp"]:
     """``exp(-j / decay)`` for predicting slots ``j = 0 .. num_slots - 1``: the first predicted slot weighs 1.
 

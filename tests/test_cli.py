@@ -596,7 +596,8 @@ def test_report_measures_every_prompt_against_both_baselines(
     assert main(["report", str(report_run), *REPORT, "--note", "toys"]) == 0
     figures = json.loads((report_run / "report.json").read_text(), parse_constant=pytest.fail)
     assert figures["lossless"] and figures["tau"] >= 1.0
-    assert figures["identical_to_plain_decoding"] == figures["identical_to_transformers_generate"] == "4 of 4"
+    assert figures["identical_to_transformers_generate"] == "4 of 4"
+    assert figures["identical_to_plain_decoding"] == "2 of 2"  # of those that were timed
     assert figures["timed_identical_to_transformers_generate"] == "2 of 2"
     assert all(seconds > 0 for seconds in figures["s_per_token"].values()) and len(figures["s_per_token"]) == 3
     assert figures["machine"]["cpu"] and figures["train_minutes"] > 0 and figures["total_minutes"] is None

@@ -46,6 +46,8 @@ class AcceptanceRule:
             raise _refusal("decoding.verifier", verifier, "judges the drafts of a round together")
         if settings.policy is not None:
             raise _refusal("decoding.policy", settings.policy, "cuts drafts by what it sees of a round")
+        if not draft.head.settles(settings.num_drafts(draft)):
+            raise _refusal("head.passes", draft.head, "draws late drafts from laws after other tokens")
         if draft.conditioning.carries:
             raise _refusal("conditioning", draft.conditioning, "reads the drafts that the round before rejected")
         return rule

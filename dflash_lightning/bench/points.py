@@ -50,6 +50,10 @@ def make_points(recipes: str, words: Sequence[str]) -> list[Point]:
             faults.append(Fault(key, "is given twice", "Write all its values in one word: key=a,b"))
             continue
         else:
+            if key == _ONE and text.startswith("["):
+                faults.append(
+                    Fault(key, f"{text} is a list, and a run has one seed", f"Write {key}={text.strip('[] ')}")
+                )
             values = [f"{key}={value}" for value in _values(key, text, faults)]
         axes[key] = values
     if "run_dir" in axes:

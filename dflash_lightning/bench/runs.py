@@ -128,11 +128,11 @@ def _of_folder(place: Path) -> Run:
 
 
 def _of_file(file: Path) -> Iterator[Run]:
-    advice = "Give a file that dflash compare --json wrote, or run folders"
+    advice = "Give one that it wrote, or run folders"
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{file}: damaged ({error}). {advice}.") from error
+        raise ValueError(f"{file}: is not a file of dflash compare --json ({error}). {advice}.") from error
     if not isinstance(found, dict) or not isinstance(found.get("runs"), list):
         raise ValueError(f"{file}: holds no runs of a comparison. {advice}.")
     for told in found["runs"]:

@@ -4,12 +4,14 @@ from dflash_lightning.block.anchored import Anchored, lay_out
 from dflash_lightning.block.at_rows import count_batch, lay_out_at
 from dflash_lightning.block.base import BlockConstructor
 from dflash_lightning.block.check import check_anchored, check_layout
+from dflash_lightning.block.growing import Growing
 from dflash_lightning.block.masked import Masked
 from dflash_lightning.block.merge import count_slots, merge_layouts
 
 __all__ = [
     "Anchored",
     "BlockConstructor",
+    "Growing",
     "Masked",
     "check_anchored",
     "check_layout",

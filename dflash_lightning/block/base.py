@@ -41,6 +41,19 @@ class BlockConstructor(Component, ABC, axis=True):
         """The most slots of a block that predict something; losses weigh slots by their order among these."""
         return alignment.num_drafts
 
+    @property
+    def largest_size(self) -> int:
+        """Slots of a block that has grown as far as it may; most blocks never grow."""
+        return self.block_size
+
+    def next_size(self) -> int:
+        """Slots of a block after it has grown once more."""
+        return self.block_size
+
+    def resize(self, block_size: int) -> bool:
+        """Make blocks of ``block_size`` slots from now on; false where that cannot be, which is the rule."""
+        return False
+
     @abstractmethod
     def blocks(
         self,

@@ -176,8 +176,11 @@ def _measure(parts: Parts, module: DraftModule, data: DraftData, steps: int, sho
     device, begin, cpu = parts.trainer.strategy.root_device, time.monotonic(), time.process_time()
     times: list[tuple[float, float]] = []
     target = with_products(module.target, data.feature_products, exact=module.required().last_hidden)
+    plays, kept = module.draft_model.conditioning.carries, data.cache_features is not None
+    reader = (with_products(module.target, data.feature_products) if kept else module.target) if plays else None
     for batch in data.first_batches(_MOST):
-        times.append(_time_batch(parts, module, target, move_data_to_device(batch, device), steps))
+        batch = move_data_to_device(batch, device)
+        times.append(_time_batch(parts, module, None if plays and not kept else target, reader, batch, steps))
         on_cpu, last = device.type == "cpu", sum(times[-1])
         if time.monotonic() - begin > _BUDGET or (on_cpu and last < short):
             break
@@ -190,15 +193,24 @@ def _measure(parts: Parts, module: DraftModule, data: DraftData, steps: int, sho
 
 
 def _time_batch(
-    parts: Parts, module: DraftModule, target: FrozenTarget, batch: TrainBatch, steps: int
+    parts: Parts,
+    module: DraftModule,
+    target: FrozenTarget | None,
+    reader: FrozenTarget | None,
+    batch: TrainBatch,
+    steps: int,
 ) -> tuple[float, float]:
-    """Seconds of the target's features, and of the drafter's forward and backward pass."""
+    """Seconds of the target's features, and of the drafter's forward and backward pass.
+
+    ``reader`` null plays no rounds; ``target`` null leaves the features to it.
+    """
     begin = _now(batch)
-    batch.features = target.features(batch.input_ids, batch.position_ids, module.required(), packed=batch.packed)
+    if target is not None:
+        batch.features = target.features(batch.input_ids, batch.position_ids, module.required(), packed=batch.packed)
     middle = _now(batch)
     with parts.trainer.precision_plugin.train_step_context():
-        if module.draft_model.conditioning.carries:
-            batch = play_round(module.draft_model, target, batch, module.required(), module._lm)
+        if reader is not None:
+            batch = play_round(module.draft_model, reader, batch, module.required(), module._lm)
         out, features = module.outputs(batch)
         shares = module.loss_shares(batch, out, features, StepContext(0, steps, 0), batch.window_totals)
         loss = torch.stack([coef * share for coef, share in shares.values()]).sum()

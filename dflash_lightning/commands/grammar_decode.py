@@ -67,10 +67,10 @@ The exit status is 1 when output is not the target's own (in bfloat16 and float1
 def add_report(add: Adder) -> None:
     """A finished run's numbers."""
     text = """\
-Measure a finished run on held-out prompts and write report.json into its folder: tau, identity with plain decoding and
-with transformers.generate on every prompt, and seconds per token against both. The first prompts (--timed) are decoded
-one at a time, the three taking turns; the others in batches. The exit status is 1 when output is not the target's own
-(in bfloat16 and float16: by more than rounding), and when tau is below --min-tau.
+Measure a finished run on held-out prompts and write report.json into its folder: tau, identity with
+transformers.generate on every prompt, and seconds per token against it and plain decoding. The first prompts (--timed)
+are decoded one at a time, the three taking turns; the others in batches. The exit status is 1 when output is not the
+target's own (in bfloat16 and float16: by more than rounding), and when tau is below --min-tau.
 
   dflash report runs/a --html a.html          also a page to look at: curves, charts, ten answers round by round"""
     parser = add("report", "a finished run's numbers, against two baselines", text)

@@ -1,4 +1,4 @@
-"""The one decoding of a report: some prompts one at a time and timed, the others in batches, each answer held twice."""
+"""The one decoding of a report: some prompts one at a time and timed, the others in batches, each answer held once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from dflash_lightning.target.reference import reference_outputs
 class ReportDecoding:
     """``evaluation`` is of all prompts; its times are those of the timed ones, decoded one at a time.
 
-    ``same`` of the outputs are ``transformers.generate``'s token for token; ``differences`` are the others.
+    The timed ones are compared with plain decoding. ``same`` of all outputs are ``transformers.generate``'s token for
+    token; ``differences`` are the others.
     """
 
     evaluation: Evaluation
@@ -42,10 +43,10 @@ class ReportDecoding:
 def decode_for_report(
     target: FrozenTarget, draft: DraftModel, prompts: list[list[int]], settings: DecodingSettings, *, timed: int
 ) -> ReportDecoding:
-    """Decode every prompt once with drafts, once without and once by ``transformers.generate``.
+    """Decode every prompt once with drafts and once by ``transformers.generate``, which all outputs are held against.
 
-    The first ``timed`` one at a time, the three decoders taking turns: what they give is timed and compared. The others
-    in batches, without compilation, because no time is taken.
+    The first ``timed`` one at a time, and without drafts too, the three decoders taking turns: what they give is timed
+    and compared. The others in batches, without compilation, because no time is taken.
     """
     timings = time_decoders(target, draft, prompts[:timed], settings)
     plain, drafted = timings["autoregressive"], timings["speculative"]
@@ -53,20 +54,18 @@ def decode_for_report(
     rest = prompts[timed:]
     batched = dataclasses.replace(settings, compile=False)
     numbers = list(range(timed, len(prompts)))
-    others = Evaluator(target, draft, rest, batched, num_checked=len(rest), request_ids=numbers)(
-        "decoding the other prompts"
-    )
+    others = Evaluator(target, draft, rest, batched, num_checked=0, request_ids=numbers)("decoding the other prompts")
     found = [
         _difference(target, settings, i, prompts[i], output, expected)
         for i, (output, expected) in enumerate(zip(drafted.outputs, plain.outputs, strict=True))
     ]
-    differences = [difference for difference in found if difference is not None] + others.differences
+    differences = [difference for difference in found if difference is not None]
     stats = dataclasses.replace(
         drafted.stats + others.stats,
         **{name: getattr(drafted.stats, name) for name in ("seconds", "cpu_seconds", "cycles", "compiled_cycles")},
     )
     evaluation = Evaluation(
-        compared(stats, len(prompts), differences),
+        compared(stats, len(found), differences),
         checked=drafted.stats,
         plain=plain.stats,
         dtype=others.dtype,

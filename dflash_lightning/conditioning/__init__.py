@@ -6,6 +6,8 @@ from dflash_lightning.conditioning.input_fusion import InputFusion
 from dflash_lightning.conditioning.kv_injection import KVInjection
 from dflash_lightning.conditioning.layer_mix import LayerMix
 from dflash_lightning.conditioning.null import NullConditioning
+from dflash_lightning.conditioning.residual_mix import ResidualMix
+from dflash_lightning.conditioning.retrace import ReTrace
 from dflash_lightning.conditioning.token_context import TokenContext
 from dflash_lightning.conditioning.token_fusion import TokenFusion
 
@@ -16,6 +18,8 @@ __all__ = [
     "KVInjection",
     "LayerMix",
     "NullConditioning",
+    "ReTrace",
+    "ResidualMix",
     "TokenContext",
     "TokenFusion",
 ]

@@ -30,12 +30,14 @@ class Conditioning(Component, nn.Module, ABC, axis=True):
     together. ``provides`` names what its contexts offer beyond ``sources`` and ``slot_inputs``; a drafter or a head may
     need it. ``wanted`` is what those of this model do need, set by the model.
     One that ``carries`` also reads the target's states of drafts that the round before rejected. Training then plays
-    such a round for every block but the share ``fresh`` of them (``training.rounds``).
+    such a round for the blocks of all documents but a share ``fresh`` (``training.rounds``). If it also ``recalls``, it
+    reads the drafter's own last hidden states of those drafts, too.
     """
 
     provides: ClassVar[frozenset[str]] = frozenset()
     taps_layers: ClassVar[bool] = True  # whether there is nothing to read without target layers
     carries: ClassVar[bool] = False
+    recalls: ClassVar[bool] = False
     former: ClassVar[Mapping[str, str]] = {"extend.hidden": "features.hidden holds them"}
     fresh: float = 0.0
     wanted: frozenset[str] = frozenset()
@@ -91,6 +93,9 @@ class Conditioning(Component, nn.Module, ABC, axis=True):
         block that may read no row of it must be drafted as if there were none, bit for bit.
         """
         raise NotImplementedError(f"{type(self).__name__} carries nothing")
+
+    def at_step(self, step: int) -> None:
+        """Told before a round is played in training how many optimizer steps were made; by default of no interest."""
 
     def states(self, hidden: Float[Tensor, "B R T Ht"]) -> Float[Tensor, "B R H"]:
         """One context state per position, which every draft layer projects; for generators that keep their own cache.

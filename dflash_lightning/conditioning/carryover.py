@@ -44,13 +44,13 @@ class Carryover(FusedFeatures):
         *,
         target_layer_ids: list[int] | None = None,  # 0-based target layers that are read; null spaces them evenly
         num_features: int = 5,  # how many, where target_layer_ids is null
-        fresh: float = 0.25,  # share of training blocks without a round before, as after a prompt
+        fresh: float = 0.25,  # share of training documents whose blocks have no round before, as after a prompt
     ) -> None:
         super().__init__(target_layer_ids=target_layer_ids, num_features=num_features)
         if not 0.0 <= fresh < 1.0:
             raise SettingError(
                 "conditioning.fresh",
-                f"{fresh} is no share of blocks that leaves any to carry",
+                f"{fresh} is no share of documents that leaves any to carry",
                 "Use a number from 0 to below 1",
             )
         self.fresh = fresh

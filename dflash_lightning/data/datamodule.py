@@ -139,6 +139,7 @@ class DraftData(LightningDataModule):
         self.rows = TrainingRows(make_sources(train, limit=limit), processing, max_bad_rows, rejected, cache)
         self.summary = DataSummary()
         self._store: DocumentStore | None = None
+        self._reads = True  # texts whose features are not kept
         self._bound: tuple[BlockConstructor, Alignment, FeatureSpec, Bool[Tensor, " V"] | None] | None = None
         self._cache: FeatureCache | None = None
         self._loader: StatefulLoader | None = None
@@ -180,6 +181,11 @@ class DraftData(LightningDataModule):
         """Token ids that occur in the training documents, with how often."""
         self.setup()
         return self.documents.used_ids()
+
+    def label_counts(self) -> dict[int, int]:
+        """Token ids that are supervised in the training documents, with how often."""
+        self.setup()
+        return self.documents.used_ids(labels_only=True)
 
     # -- micro-batches ------------------------------------------------------------------------------------------------
 
@@ -307,6 +313,16 @@ class DraftData(LightningDataModule):
         shards = FeatureShards(store, target, spec, row_tokens=row_tokens, dtype=dtype, root=self.features_folder)
         return make_on_disk(shards, Ranks.of(self.trainer), say=self._say).ask(asked)
 
+    def leave_reading(self) -> FrozenTarget:
+        """Make no features that are not kept: the module reads the texts itself, with the target that is returned.
+
+        Where features are kept, this is the target as ``feature_products`` has it, rounded with ``"auto"`` if this CPU
+        is fast at that: what a module reads besides kept features teaches nothing.
+        """
+        self._reads = False
+        kept = self.cache_features is not None
+        return with_products(self.target, self.feature_products) if kept else self.target
+
     def on_before_batch_transfer(self, batch: TrainBatch, dataloader_idx: int) -> TrainBatch:
         """Take the features from the cache while ids are still on the CPU, so that no device sync is needed."""
         if self._cache is not None:
@@ -314,11 +330,11 @@ class DraftData(LightningDataModule):
         return batch
 
     def on_after_batch_transfer(self, batch: TrainBatch, dataloader_idx: int) -> TrainBatch:
-        """Fill ``batch.features``: computed by the target, or brought to its dtype if they come from the cache."""
-        if batch.features is None:
+        """Fill ``batch.features``: from the cache, in the target's dtype, or computed unless the module does that."""
+        if batch.features is None and self._reads:
             spec = self._binding()[2]
             batch.features = self.target.features(batch.input_ids, batch.position_ids, spec, packed=batch.packed)
-        else:
+        elif batch.features is not None:
             batch.features = batch.features.in_dtype(self.target.dtype)
         return batch
 

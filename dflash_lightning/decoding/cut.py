@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from dflash_lightning.decoding.policy import WidthPolicy
@@ -15,8 +17,8 @@ def cut_draft(draft: Draft, policy: WidthPolicy, where: Round, decoding: list[bo
     stays in any case, dead or not. Rows with ``decoding`` false have ended: they follow the widest of the others. Waits
     for the device once.
     """
-    width = policy.width(draft, where).clamp_min(0)
-    rows = torch.tensor(decoding, device=width.device)
+    rows = torch.tensor(decoding, device=draft.tokens.device)
+    width = policy.width(draft, replace(where, live=rows)).clamp_min(0)
     width = torch.where(rows, width, torch.where(rows, width, 0).amax())
     cut = draft.cut(width)
     assert cut.live is not None

@@ -98,6 +98,8 @@ class DraftProposer(Proposer):
         )
         self.keep = torch.zeros(self.batch_size, dtype=torch.long, device=device)
         self.rejected = self.keep.clone() if self.model.conditioning.carries else None
+        shape = (self.batch_size, self.num_drafts + 1, config.hidden_size)
+        self.recalled = torch.zeros(shape, dtype=dtype, device=device) if self.model.conditioning.recalls else None
 
     def _with_row_products(self) -> DraftModel:
         """A copy that shares the weights and multiplies by ``RowProduct`` where that can be done."""
@@ -154,13 +156,13 @@ class DraftProposer(Proposer):
     def _make_steps(self) -> None:
         """Two functions of buffers; everything else they read is static too, weights and caches included."""
         model, cache, lm, first_slot = self.model, self.cache, self.lm, self.model.alignment.first_slot
-        rejected = self.rejected
+        rejected, recalled = self.rejected, self.recalled
 
         def absorb(rows: TargetFeatures, keep: Tensor) -> None:
             model.extend_cache(rows, keep, cache, lm)
 
         def step(slots: Tensor, rows: TargetFeatures, keep: Tensor) -> Tensor:
-            return model.draft_hidden(slots, rows, keep, cache, lm, rejected)[:, first_slot:]
+            return model.draft_hidden(slots, rows, keep, cache, lm, rejected, recalled)[:, first_slot:]
 
         self._absorb = self.graphs.compile(absorb) if self.compiled else absorb
         self._step = self.graphs.compile(step) if self.compiled else step
@@ -182,6 +184,8 @@ class DraftProposer(Proposer):
         assert self._step is not None, "warm_up comes before decoding"
         self.slots[: len(roots), 0].copy_(self.target.embed(roots))
         hidden = self._step(self.slots, self.round_rows, self.keep)[: len(roots)]
+        if self.recalled is not None:
+            self.recalled[: len(roots), :-1].copy_(hidden)  # nothing is drafted after the last draft
         return self.model.open(hidden, roots, self.lm)
 
     def ingest(self, features: TargetFeatures, keep: Int[Tensor, " B"], verdict: Verdict) -> None:

@@ -217,7 +217,7 @@ class Evaluator:
         if not self.prompts:
             empty = DecodeStats(self.settings.num_drafts(self.draft))
             return self._found(empty, empty, DecodeStats(0), [])
-        if self._decoder is None:
+        if self._decoder is None or self._decoder.proposer.num_drafts != self.settings.num_drafts(self.draft):
             self._decoder = self.settings.make_decoder(
                 self.target, self.draft, longest_prompt=self._longest, shown=self.shown
             )

@@ -76,7 +76,7 @@ def check_compatible(parts: DecodeParts) -> None:
     if not parts.proposer.num_drafts:
         return
     check_strategies(parts.builder, parts.verifier, parts.policy)
-    check_signals(parts.policy, parts.builder, parts.proposer)
+    check_signals(parts.policy, parts.builder, parts.proposer, parts.verifier)
     if parts.builder.trees:
         parts.target.check_trees()
 
@@ -124,12 +124,15 @@ class Speaker(Protocol):
         """Whether they depend on drafted tokens, so that only ``Scores.step`` knows them."""
 
 
-def check_signals(policy: WidthPolicy | None, builder: DraftBuilder | None, speaker: Speaker) -> None:
+def check_signals(
+    policy: WidthPolicy | None, builder: DraftBuilder | None, speaker: Speaker, verifier: Verifier | None = None
+) -> None:
     """Refuse a policy that reads what no head says, or what it says of chains only. ``builder`` null makes chains.
 
     Raises:
         ValueError: names the signals that are missing, and those there are; or the builder makes trees, whose nodes
-            have no signals where these depend on drafted tokens.
+            have no signals where these depend on drafted tokens; or the ``verifier`` rejects by chance, and the policy
+            would cut a draft by signals that depend on it.
     """
     if policy is None:
         return
@@ -148,4 +151,12 @@ def check_signals(policy: WidthPolicy | None, builder: DraftBuilder | None, spea
             f"{type(policy).__name__} reads the signals {', '.join(policy.reads)}, which the drafter's head gives "
             f"token by token along a chain, but {type(builder).__name__} makes trees",
             "Use a builder of chains (decoding.builder=null), or no policy (decoding.policy=null)",
+        )
+    if policy.reads_ahead and speaker.signals_in_turn and verifier is not None and not verifier.repeatable:
+        raise SettingError(
+            "decoding.policy",
+            f"{type(policy).__name__} cuts a draft by the signals {', '.join(policy.reads)} of later ones, which the "
+            f"drafter's head gives once the draft is known, and {type(verifier).__name__} rejects by chance: the "
+            "output would not be distributed as the target's",
+            "Use the match verifier (decoding.verifier=match), or a head whose signals know no drafted token",
         )

@@ -21,11 +21,15 @@ Drawn = Literal["delta", "noise", "sampled"]
 
 @dataclass(frozen=True)
 class Round:
-    """Where the rows of a batch stand: request ids, the position of each row's root, and the number of the round."""
+    """Where the rows of a batch stand: request ids, the position of each row's root, and the number of the round.
+
+    ``live`` says which rows are still decoded; only policies are told, null otherwise.
+    """
 
     requests: Int[Tensor, " B"]
     positions: Int[Tensor, " B"]
     index: int
+    live: Bool[Tensor, " B"] | None = None
 
 
 @dataclass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from jaxtyping import Float, Int
@@ -28,6 +28,7 @@ class DraftHead(Component, nn.Module, ABC, axis=True):
 
     ``label_layouts`` are the layouts it can be trained with; ``signals`` the names of the signals it offers, and
     ``signals_in_turn`` says that they depend on the tokens drafted before a slot: then only ``step`` knows them.
+    ``distributions`` names the views that ``outputs`` gives, which losses may score; ``main`` is decoded with.
     ``per_slot`` says that the law of a slot is a function of its own hidden state alone. Such a head can be asked for
     one slot at a time, which a drafter that runs token by token needs. ``prefix_stable`` says that the laws of the
     first slots are the same whether or not later ones are asked for, given the same hidden states. Of a head without it
@@ -40,6 +41,7 @@ class DraftHead(Component, nn.Module, ABC, axis=True):
 
     label_layouts: ClassVar[tuple[LabelLayout, ...]] = LABEL_LAYOUTS
     signals: tuple[str, ...] = ()
+    distributions: tuple[str, ...] = ("main",)
     signals_in_turn: ClassVar[bool] = False
     former: ClassVar[Mapping[str, str]] = {"views": "it is called outputs now", "logits": "it is called open now"}
     per_slot: ClassVar[bool] = False
@@ -68,6 +70,16 @@ class DraftHead(Component, nn.Module, ABC, axis=True):
     def beside(self, context: ContextState) -> Float[Tensor, "B N r H"] | None:
         """Rows that ``outputs`` and ``open`` are handed behind those of the slots, made of the context; null: none."""
         return None
+
+    def count_labels(self, counts: Callable[[], Mapping[int, int]]) -> None:
+        """Take note of how often each token id is a label of the training rows, before training begins.
+
+        ``counts`` goes through all rows, so that only a head that has a use for it calls it.
+        """
+
+    def settles(self, num_drafts: int) -> bool:
+        """Whether chains of so many drafts are always those that are drawn in turn (see ``Scores.draw``)."""
+        return True
 
     @abstractmethod
     def outputs(self, hidden: Float[Tensor, "B N K H"], layout: BlockLayout, lm: LanguageHead) -> HeadOutput:

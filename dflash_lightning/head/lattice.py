@@ -39,6 +39,7 @@ class LatticeHead(DraftHead):
     """
 
     name: ClassVar[str] = "lattice"
+    distributions = ("main", "base")
     label_layouts: ClassVar[tuple[LabelLayout, ...]] = ("same_position",)
     initial: ClassVar[frozenset[str]] = frozenset({"init_std"})
     prefix_stable: ClassVar[bool] = False

@@ -33,6 +33,7 @@ class SelectorHead(DraftHead):
     """
 
     name: ClassVar[str] = "selector"
+    distributions = ("main", "base")
     label_layouts: ClassVar[tuple[LabelLayout, ...]] = ("same_position",)
     initial: ClassVar[frozenset[str]] = frozenset({"init_std", "detach"})
     chooses: ClassVar[bool] = True

@@ -43,6 +43,7 @@ class LossTerm(Component, ABC, axis=True):
     coefficient: float
     view: str
     reads: tuple[str, ...] = ()  # the signals of the head that the term trains
+    by_block: ClassVar[bool] = False  # whether these are a number per block [B, N], else one per slot [B, N, K]
     tallies: bool = False
     chooses: ClassVar[bool] = False  # whether it reads the head's candidates
     former: ClassVar[Mapping[str, str]] = {
@@ -54,6 +55,10 @@ class LossTerm(Component, ABC, axis=True):
     def coef(self, ctx: StepContext) -> float:
         """Weight of the term at this step; a term that weighs 0 is still evaluated (DDP wants every parameter)."""
         return self.coefficient
+
+    def viewed(self) -> tuple[str, ...]:
+        """Names of the head's distributions that the term scores."""
+        return (self.view,)
 
     def required(self) -> FeatureSpec:
         """Target features the term reads; ``last_hidden`` gives it a teacher."""

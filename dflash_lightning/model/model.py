@@ -131,10 +131,12 @@ class DraftModel(PreTrainedModel):
         cache: DraftCache,
         lm: LanguageHead,
         rejected: Int[Tensor, " B"] | None = None,
+        recalled: Float[Tensor, "B R H"] | None = None,
     ) -> Float[Tensor, "B r H"]:
         """Take in ``keep[b]`` of ``R`` new context rows, then run the block whose root stands at the cursor.
 
         ``rejected[b]`` rows behind these are of drafts that were rejected, for a conditioning that ``carries``.
+        ``recalled`` are the drafter's own states of these rows, for one that ``recalls`` (see ``Carried``).
         Works in place on ``cache``. No Python branch depends on a tensor's value, so it compiles to one static graph.
         """
         assert not self.sequential, "slots of this drafter hold tokens that are drafted in turn: use open_in_turn"
@@ -142,7 +144,7 @@ class DraftModel(PreTrainedModel):
         if rejected is not None:
             places = (cache.cursor - keep)[:, None] + torch.arange(features.hidden.shape[1], device=self.device)
             start = keep[:, None]
-            carried = Carried(features, places, start, start + rejected[:, None])
+            carried = Carried(features, places, start, start + rejected[:, None], recalled)
             context = self.conditioning.carry(context, carried)
         positions = cache.cursor[:, None] + torch.arange(embeddings.shape[1], device=self.device)
         slots = context.slot_inputs(embeddings[:, None].to(self.dtype))

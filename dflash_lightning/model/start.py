@@ -111,6 +111,8 @@ class DraftPlan:
             model.warm_start(target.decoder_layer_state)
         if origin is not None and theirs is not None:
             say(origin.copy(theirs, model))
+            for part in origin.stated.parts if origin.stated.freeze else ():
+                model.get_submodule(part).requires_grad_(False)
         return model
 
     def checks(

@@ -97,7 +97,7 @@ def _tiles(report: Mapping[str, Any]) -> Html:
     return tag(
         "div",
         tile(gap(_NO_ROUND) if tau is None else fixed(tau), "tokens per round (tau)", ends),
-        tile(str(report.get("verdict")), "lossless", f"{report.get('identical_to_plain_decoding')} identical"),
+        tile(str(report.get("verdict")), "lossless", f"{report.get('identical_to_transformers_generate')} identical"),
         tile(
             gap(_NO_ROUND) if gain is None else f"{fixed(gain)}x",
             "speed-up at batch 1",

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from dflash_lightning.decoding import DecodingSettings
+from dflash_lightning.decoding.choice import choose_strategies
 from dflash_lightning.decoding.parts import check_signals
 from dflash_lightning.recipe.faults import Fault
 from dflash_lightning.recipe.make import make
@@ -35,8 +36,9 @@ def drafting_faults(tree: dict[str, Any], wrong: Collection[str]) -> Iterator[Fa
             settings = make(node)
             if not isinstance(settings, DecodingSettings):
                 continue
-            parts = settings.strategies["policy"], settings.strategies["builder"]
-            for fault in faults_of(partial(check_signals, *parts, head), where):
+            builder, verifier = choose_strategies(**settings.strategies, sampling=settings.sampling)
+            check = partial(check_signals, settings.strategies["policy"], builder, head, verifier)
+            for fault in faults_of(check, where):
                 yield Fault(fault.where.replace("decoding", where, 1), fault.what, fault.do)
             fed = settings.block_size
             if fed is not None and isinstance(trained, int) and fed > trained and not settings.untrained_slots:

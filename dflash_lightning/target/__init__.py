@@ -9,7 +9,7 @@ from dflash_lightning.lazy import lazy_names
 
 if TYPE_CHECKING:
     from dflash_lightning.target.adapter import TargetAdapter
-    from dflash_lightning.target.branches import branch_features, check_branches
+    from dflash_lightning.target.branches import ReadText, branch_features, check_branches
     from dflash_lightning.target.facts import check_layer_ids, sample_rows
     from dflash_lightning.target.frozen import FrozenTarget
     from dflash_lightning.target.load import load_target, load_text
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "FrozenTarget": "dflash_lightning.target.frozen",
+    "ReadText": "dflash_lightning.target.branches",
     "TargetAdapter": "dflash_lightning.target.adapter",
     "TargetText": "dflash_lightning.target.text",
     "branch_features": "dflash_lightning.target.branches",
@@ -32,6 +33,7 @@ _HOME = {
 
 __all__ = [
     "FrozenTarget",
+    "ReadText",
     "TargetAdapter",
     "TargetText",
     "branch_features",

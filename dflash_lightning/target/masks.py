@@ -79,32 +79,19 @@ def tree_mask(
 
 def branch_mask(
     config: PretrainedConfig,
-    document: Int[Tensor, "B S"],
-    positions: Int[Tensor, "B J"],
-    intervals: tuple[Int[Tensor, "B N"], Int[Tensor, "B N"]],
+    visible: Bool[Tensor, "B Q J"],
+    positions: Int[Tensor, "B Q"],
+    keys: Int[Tensor, "B J"],
     dtype: torch.dtype,
 ) -> DecoderMask:
-    """``S`` rows of packed documents and, behind them, ``N`` branches of as many tokens each, ``J`` rows in all.
-
-    The documents are as in ``packed_mask``. Branch ``n`` continues document rows ``start <= j < end``: a token of it
-    sees these, itself and the tokens of its branch before it.
+    """Rows of branches that continue documents read before; keys are rows of the documents, then the rows themselves.
 
     Args:
-        document: a number per document row, the same for rows of one document.
-        positions: where every row stands in its document, branches included.
-        intervals: start and end of every branch.
+        visible: what a row may see where no window or chunk hides it.
+        positions: where every row stands in its document.
+        keys: where every key does.
     """
-    (batch, num_rows), num_branches = document.shape, intervals[0].shape[1]
-    rows = torch.arange(positions.shape[1], device=positions.device)
-    own, branch_rows = rows[:num_rows], rows[num_rows:] - num_rows
-    width = max(1, len(branch_rows) // max(1, num_branches))
-    visible = torch.zeros(batch, len(rows), len(rows), dtype=torch.bool, device=positions.device)
-    visible[:, :num_rows, :num_rows] = (document[:, :, None] == document[:, None, :]) & (own[:, None] >= own)
-    start, end = (bound.repeat_interleave(width, dim=1)[..., None] for bound in intervals)
-    visible[:, num_rows:, :num_rows] = (own >= start) & (own < end)
-    branch = branch_rows // width
-    visible[:, num_rows:, num_rows:] = (branch[:, None] == branch) & (branch_rows[:, None] >= branch_rows)
-    return _arrange(config, visible, lambda: positions[:, :, None] - positions[:, None, :], positions, dtype)
+    return _arrange(config, visible, lambda: positions[:, :, None] - keys[:, None, :], positions, dtype)
 
 
 def _arrange(

@@ -65,7 +65,7 @@ def check_signals(terms: Mapping[str, LossTerm], head: DraftHead) -> None:
     """Refuse a term that reads what the head does not offer, and a signal that no term trains but a policy would read.
 
     Raises:
-        ValueError: names the signal, or the heads that have candidates.
+        ValueError: names the distribution or the signal, or the heads that have candidates.
     """
     for name, term in terms.items():
         if missing := [signal for signal in term.reads if signal not in head.signals]:
@@ -81,6 +81,13 @@ def check_signals(terms: Mapping[str, LossTerm], head: DraftHead) -> None:
                 f"loss.{name}",
                 f"reads the candidates of every slot, but head {head.name!r} chooses among all tokens",
                 f"Use a head of {able}, or take the term out",
+            )
+    for name, term in terms.items():
+        if strange := [view for view in term.viewed() if view not in head.distributions]:
+            raise SettingError(
+                f"loss.{name}",
+                f"scores the distribution {strange[0]!r}, but head {head.name!r} offers {list(head.distributions)}",
+                do="Choose a head that has it, or another view",
             )
     if head.chooses and not any(term.chooses for term in terms.values()):
         raise SettingError(

@@ -24,6 +24,10 @@ class Scores:
 
     ``signals`` are what policies read, per slot ``[B, D]`` or per row ``[B]``; what ``step`` returns has those of its
     own depth, per lane ``[B, W]``. A signal that depends on drafted tokens is known to ``step`` only.
+
+    ``draw``, where a head has it beside ``step``, makes a chain of all slots at once: ``draw(choose)`` asks ``choose``
+    once or several times for a token of every slot, given their laws as a ``Scores`` without ``step``, and returns the
+    last answer with the laws it was chosen from. ``choose`` must answer slot by slot, with the same noise every time.
     """
 
     logits: Float[Tensor, "B D c"]
@@ -31,6 +35,7 @@ class Scores:
     signals: dict[str, Tensor] = field(default_factory=dict)
     state: Any = None
     step: Callable[[Any, Int[Tensor, "B W"], int], tuple[Scores, Any]] | None = None
+    draw: Callable[[Callable[[Scores], Int[Tensor, "B D"]]], tuple[Int[Tensor, "B D"], Scores]] | None = None
 
 
 def gather_lanes(state: Any, index: Int[Tensor, "B W"]) -> Any:

@@ -269,7 +269,7 @@ def test_a_damaged_measurement_is_named_with_what_to_do(
     [
         ("nowhere", "RUN: there is no nowhere. Give run folders"),
         ("empty", "RUN: empty holds no runs"),
-        ("text.json", "text.json: damaged"),
+        ("text.json", "text.json: is not a file of dflash compare --json"),
         ("other.json", "other.json: holds no runs of a comparison"),
     ],
 )

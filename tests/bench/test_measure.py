@@ -153,6 +153,7 @@ def test_a_run_is_measured_once_and_again_where_something_changed(
         (["runs/one", "--to", "runs/two"], "--to: is for one run that is decoded otherwise"),
         (["runs/one", "decoding.temperature=1", "--to", "runs/two"], "is decoded by all methods alike on a bench"),
         (["runs/one", "decoding.block_size=2", "--to", "target"], "--to: target is there and holds something else"),
+        (["runs/one", "decoding.block_size=9", "--to", "runs/nine"], "decoding.block_size: 9"),
         (["runs/one", "measure.decodings=[gredy]"], "there is no option decoding=gredy"),
         (["runs/one", "measure.speed.batch=3"], "measure.speed.batch: unknown key"),
         (["runs/one", "measure.prompts.code=no.jsonl"], "no.jsonl is not a file"),
@@ -165,6 +166,7 @@ def test_what_cannot_be_measured_is_one_error(
 ) -> None:
     assert main(["measure", *words]) == 2
     assert said in capsys.readouterr().err
+    assert not Path("runs/nine").exists()  # nothing is left of a copy that cannot be decoded
 
 
 def test_a_run_that_goes_on_is_not_measured(here: Path, measured: Path, capsys: pytest.CaptureFixture[str]) -> None:

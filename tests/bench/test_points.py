@@ -53,6 +53,7 @@ def test_points_never_share_a_folder() -> None:
         ("dflash", ["seed="], "seed=: names no value. Write seed=a,b."),
         ("dflash", ["seed=1,,2"], "seed=1,,2: a value is missing"),
         ("dflash", ["seed=1,1"], "seed: 1 is given twice"),
+        ("dflash", ["seed=[1,2]"], "seed: [1,2] is a list, and a run has one seed. Write seed=1,2."),
         ("dflash", ["seed=1", "seed=2"], "seed: is given twice. Write all its values in one word"),
         ("dflash", ["run_dir=x"], "run_dir: a sweep gives every point a folder of its own. Use --runs FOLDER."),
         ("dflash,", ["seed=1"], "RECIPE: a value is missing"),

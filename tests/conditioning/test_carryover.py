@@ -1,4 +1,7 @@
-"""Rejected drafts as context of the next round: one softmax, one round, nothing in the cache, the target's own text."""
+"""Rejected drafts in the next round: one softmax, one round, nothing in the cache, the target's own text.
+
+What every conditioning that carries must hold is tried on all of them.
+"""
 
 import math
 
@@ -6,7 +9,7 @@ import pytest
 import torch
 
 from dflash_lightning.block import Anchored
-from dflash_lightning.conditioning import Carryover, KVInjection
+from dflash_lightning.conditioning import Carryover, KVInjection, ReTrace
 from dflash_lightning.decoding import DecodingSettings
 from dflash_lightning.decoding.builder import BestFirstTree
 from dflash_lightning.decoding.policy import WidthPolicy
@@ -16,7 +19,7 @@ from dflash_lightning.model import DraftModel, make_draft_config, save_draft
 from dflash_lightning.model.start import DraftPlan
 from dflash_lightning.ops.block_attention import block_attention
 from dflash_lightning.ops.context import KVSource
-from dflash_lightning.target import branch_features
+from dflash_lightning.target import ReadText, branch_features
 from dflash_lightning.types import Carried
 
 BLOCK = 5
@@ -40,11 +43,18 @@ def make_model(target, conditioning, **drafter):
     return model
 
 
-@pytest.fixture
-def model(tiny_target):
-    model = make_model(tiny_target, Carryover(target_layer_ids=[0, 2]))
-    model.conditioning.rejected.data += 0.5 * torch.randn(32)
+def carrying(target, kind, **drafter):
+    model = make_model(target, kind(target_layer_ids=[0, 2]), **drafter)
+    if kind is Carryover:
+        model.conditioning.rejected.data += 0.5 * torch.randn(32)
+    else:
+        model.conditioning.beta.fill_(0.5)
     return model
+
+
+@pytest.fixture(params=[Carryover, ReTrace])
+def model(tiny_target, request):
+    return carrying(tiny_target, request.param)
 
 
 @pytest.fixture(scope="module")
@@ -85,10 +95,12 @@ def rounds(model, target, text, plan):
     features = text[1](model)
     cache = model.make_cache(batch_size=2, max_length=30, chunk_rows=BLOCK)
     found, embeddings = [], target.embed(torch.tensor([[7, 262, 262, 262, 262]] * 2))
+    recalled = torch.randn(2, BLOCK, 32, generator=torch.Generator().manual_seed(4))
     for keep, rejected in plan:
         at = cache.cursor[:, None] + torch.arange(BLOCK)
         rejected = None if rejected is None else torch.tensor(rejected)
-        found.append(model.draft_hidden(embeddings, features.take(at), torch.tensor(keep), cache, target.lm, rejected))
+        rows, kept = features.take(at), torch.tensor(keep)
+        found.append(model.draft_hidden(embeddings, rows, kept, cache, target.lm, rejected, recalled))
     return found, cache
 
 
@@ -118,22 +130,25 @@ def test_training_blocks_that_carry_nothing_are_bit_equal_to_those_without(model
     positions, none = torch.arange(30).expand(2, -1), torch.zeros(2, 3, dtype=torch.long)
     one = none.clone()
     one[0, 1] = 2
+    drafted = torch.randn(2, 30, 32)
     plain, nothing, some = (
         model.block_hidden(embeddings, layout, features, positions, tiny_target.lm, carried)
-        for carried in (None, Carried(features, positions, none, none), Carried(features, positions, none, one))
+        for carried in (None, *(Carried(features, positions, none, end, drafted) for end in (none, one)))
     )
     assert torch.equal(nothing, plain)
     same = (some == plain).flatten(2).all(-1)
     assert same.tolist() == [[True, False, True], [True, True, True]]
 
 
-@pytest.mark.parametrize("drafter", [{}, {"layer_types": ["sliding_attention"] * 2, "sliding_window": 6}])
+@pytest.mark.parametrize(
+    ("kind", "drafter"),
+    [(Carryover, {}), (Carryover, {"layer_types": ["sliding_attention"] * 2, "sliding_window": 6}), (ReTrace, {})],
+)
 def test_decoding_drafts_what_training_computes_with_the_rejected_drafts_of_its_rounds(
-    tiny_target, make_layout, monkeypatch, drafter
+    tiny_target, make_layout, monkeypatch, kind, drafter
 ):
     """Through prefill, loop and buffers, ragged; and the text is the target's own."""
-    model = make_model(tiny_target, Carryover(target_layer_ids=[0, 2]), **drafter)
-    model.conditioning.rejected.data += 0.5
+    model = carrying(tiny_target, kind, **drafter)
     settings = DecodingSettings(max_new_tokens=10, batch_size=3, compile=False, prepacked=False)
     decoder = settings.make_decoder(tiny_target, model, longest_prompt=70)
     proposer, drafted = decoder.parts.proposer, []
@@ -141,8 +156,9 @@ def test_decoding_drafts_what_training_computes_with_the_rejected_drafts_of_its_
     carried_before = [torch.zeros(3, dtype=torch.long), None]
 
     def propose(*arguments):
+        own = None if proposer.recalled is None else proposer.recalled[:3].clone()
         scores = step(*arguments)
-        drafted.append((proposer.cache.cursor[:3].clone(), scores.logits.clone(), *carried_before))
+        drafted.append((proposer.cache.cursor[:3].clone(), scores.logits.clone(), *carried_before, own))
         return scores
 
     def listen(features, keep, verdict):
@@ -160,15 +176,16 @@ def test_decoding_drafts_what_training_computes_with_the_rejected_drafts_of_its_
         text = torch.tensor([PROMPTS[b] + generation.output_ids])
         at = torch.arange(text.shape[1])[None]
         features = tiny_target.features(text, at, model.required())
-        for cursors, logits, rejected, before in drafted[: len(generation.committed)]:
+        for cursors, logits, rejected, before, own in drafted[: len(generation.committed)]:
             layout = make_layout(cursors[b : b + 1, None].tolist(), block_size=BLOCK, ids=text)
             carried = None
             if before is not None and rejected[b] > 0:
                 first, tokens, keep = (x[b : b + 1] for x in before)
                 places = (torch.zeros_like(first)[:, None], first[:, None])
-                seen = branch_features(tiny_target, text, at, tokens[:, None], places, model.required())
-                positions = first[:, None] + torch.arange(tokens.shape[1])
-                carried = Carried(seen, positions, keep[:, None], (keep + rejected[b : b + 1])[:, None])
+                read = ReadText(tiny_target, text, at)
+                seen, positions = branch_features(read, tokens[:, None], places, model.required())
+                own = None if own is None else own[b : b + 1]
+                carried = Carried(seen, positions, keep[:, None], (keep + rejected[b : b + 1])[:, None], own)
                 checked += 1
             hidden = model.block_hidden(
                 tiny_target.embed(layout.input_ids), layout, features, at, tiny_target.lm, carried

@@ -4,7 +4,14 @@ import pytest
 import torch
 
 from dflash_lightning.block import Anchored
-from dflash_lightning.conditioning import InputFusion, KVInjection, LayerMix, NullConditioning, TokenContext
+from dflash_lightning.conditioning import (
+    InputFusion,
+    KVInjection,
+    LayerMix,
+    NullConditioning,
+    ResidualMix,
+    TokenContext,
+)
 from dflash_lightning.decoding import DecodingSettings
 from dflash_lightning.drafter import BlockTransformer
 from dflash_lightning.head import MarginalHead
@@ -16,6 +23,7 @@ MEMBERS = {
     "kv_injection": lambda: KVInjection(target_layer_ids=[0, 2]),
     "no_features": NullConditioning,
     "layer_mix": lambda: LayerMix(target_layer_ids=[3, 0, 2]),
+    "residual_mix": lambda: ResidualMix(target_layer_ids=[3, 0, 2]),
     "token_context": lambda: TokenContext(num_layers=2),
     "input_fusion": lambda: InputFusion(target_layer_ids=[0, 2]),
 }

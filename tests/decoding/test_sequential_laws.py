@@ -19,7 +19,7 @@ from dflash_lightning.decoding.policy import ConfidencePolicy
 from dflash_lightning.decoding.types import Draft
 from dflash_lightning.decoding.verifier import BlockVerifier, MatchVerifier, RejectionVerifier
 from dflash_lightning.draft_config import DraftConfig
-from dflash_lightning.head import MarkovHead
+from dflash_lightning.head import DraftHead, ExpertsHead, MarkovHead, PrefixHead, RefinerHead
 from dflash_lightning.ops.lm_head import LanguageHead
 from dflash_lightning.types import Scores
 
@@ -34,32 +34,45 @@ def target(enumeration: ModuleType) -> Any:
     )
 
 
-def proposer(variant: str) -> Callable[[int], Scores]:
+HEADS: dict[str, Callable[[], DraftHead]] = {
+    "plain": lambda: MarkovHead(rank=2, confidence=True),
+    "gated": lambda: MarkovHead(rank=2, variant="gated", confidence=True),
+    "recurrent": lambda: MarkovHead(rank=2, variant="recurrent", confidence=True),
+    "prefix": lambda: PrefixHead(state_size=3, rank=2),
+    "refiner": lambda: RefinerHead(rank=2, passes=None),
+    # Drawn all at once: played as independent draws of both passes. Keyed noise makes them depend on each other slot by
+    # slot, which is as exact: what the slots before drew says nothing of a slot's own noise.
+    "refiner in passes": lambda: RefinerHead(rank=2, passes=1),
+    "experts": lambda: ExpertsHead(state_size=3, rank=2, alpha=1.5),
+    "experts by the last token": lambda: ExpertsHead(expert="markov", rank=2, alpha=1.5),
+}
+
+
+def proposer(kind: str) -> Callable[[int], Scores]:
     """A head with random weights on one block of random hidden states, for as many rows as asked for."""
     generator = torch.Generator().manual_seed(3)
-    head = MarkovHead(rank=2, variant=variant, confidence=True)
-    head.build(DraftConfig(hidden_size=WIDTH, vocab_size=3))
+    head = HEADS[kind]()
+    head.build(DraftConfig(hidden_size=WIDTH, vocab_size=3, block_size=DEPTH, label_layout="anchor_first"))
     for weight in head.parameters():
         weight.data = 0.7 * torch.randn(weight.shape, generator=generator)
-    lm = LanguageHead(torch.randn(3, WIDTH, generator=generator))
+    embedding = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(4))
+    lm = LanguageHead(torch.randn(3, WIDTH, generator=generator), embedding=embedding)
     hidden = 0.7 * torch.randn(1, DEPTH, WIDTH, generator=generator)
 
     def scores(rows: int) -> Scores:
         with torch.no_grad():
             found = head.open(hidden.expand(rows, -1, -1), torch.zeros(rows, dtype=torch.long), lm)
-        step = found.step
+        step, draw = found.step, found.draw
         assert step is not None
-        return replace(found, step=torch.no_grad()(step))
+        return replace(found, step=torch.no_grad()(step), draw=None if draw is None else torch.no_grad()(draw))
 
     return scores
 
 
-@pytest.mark.parametrize("variant", ["plain", "gated", "recurrent"])
+@pytest.mark.parametrize("kind", HEADS)
 @pytest.mark.parametrize("verifier", [RejectionVerifier, BlockVerifier, MatchVerifier])
-def test_a_chain_drawn_in_turn_gives_the_law_of_the_target(
-    enumeration: ModuleType, variant: str, verifier: type
-) -> None:
-    play = enumeration.Play(target(enumeration), proposer(variant), SampledChain(), verifier())
+def test_a_chain_drawn_in_turn_gives_the_law_of_the_target(enumeration: ModuleType, kind: str, verifier: type) -> None:
+    play = enumeration.Play(target(enumeration), proposer(kind), SampledChain(), verifier())
     outcome = play.outcome()
     assert outcome.gap < 1e-6
     assert min(outcome.accepted) > 0.01, "some length is hardly ever accepted: little is tested"

@@ -22,9 +22,16 @@ from dflash_lightning.recipe.hints import advice, conform, describe, fits
 RECIPES = [name for name in recipe_names() if "/" not in name]  # test_ablations.py has those in sub-folders
 PARTNERS = {  # what an option does not go without
     ("loss", "confidence"): ["head=markov", "head.confidence=true"],
+    ("loss", "length"): ["head=length"],
+    ("head", "length"): ["loss=[cross_entropy,length]"],
+    ("decoding", "length"): ["head=length", "loss=[cross_entropy,length]"],
     ("loss", "survival"): ["head=survival"],
+    ("loss", "fading"): ["head=prefix"],
+    ("loss", "refined"): ["head=refiner"],
+    ("loss", "local"): ["head=experts"],
     ("head", "survival"): ["loss=[cross_entropy,survival]"],
     ("decoding", "confidence"): ["head=markov", "head.confidence=true", "loss=[cross_entropy,confidence]"],
+    ("decoding", "shared_budget"): ["head=corrected", "head.confidence=true", "loss=[cross_entropy,confidence]"],
     ("head", "lattice"): ["loss=[cross_entropy,lattice]"],
     ("loss", "lattice"): ["head=lattice"],
     ("head", "selector"): ["loss=[cross_entropy,candidate_cross_entropy]"],

@@ -40,6 +40,11 @@ SMALL: dict[str, list[str]] = {
     "smoke": [],
     "quickstart": ["data.limit=4", "conditioning.target_layer_ids=[2,4]"],
     "dflare": [*FEW, "conditioning.num_features=4"],
+    "dfly": [*FEW, "trainer.max_epochs=4"],  # its correction begins at 0 and is not trained in the first step
+    "dblast": [*FEW, "trainer.max_epochs=4"],  # categories that begin alike do not part in the first step
+    "domino": [*FEW, "trainer.max_epochs=3", "head.state_size=32"],  # its correction as dfly's
+    "dels": [*FEW, "head.state_size=32"],
+    "xpress": [*FEW, "trainer.max_epochs=2"],  # the readout begins at 0: in the first step nothing else is trained
     # Enough candidates for labels to be among them, and steps enough to move what starts as a factor of 0.
     "lilicorr": [*FEW, "block.block_size=4", "head.candidates=120", "head.hidden_size=16", "head.factor_dim=16"],
     "dflash2": [*FEW, "drafter.num_layers=2", "head.candidates=100", "data.packing=false"],
@@ -48,6 +53,9 @@ CHOSEN = {
     ("callbacks", "checkpoint_last"): "callbacks=[checkpoint_last]",
     ("callbacks", "expected_tau"): "callbacks=[speculative_eval,checkpoint,expected_tau]",
 }
+
+# Recipes whose heads say how sure they are, for policies that read it.
+SPEAKERS = {("decoding", "confidence"): "dspark", ("decoding", "shared_budget"): "dfly"}
 
 
 @pytest.fixture(autouse=True)
@@ -111,7 +119,7 @@ def test_every_other_option_trains(place: Any, group: str, option: str, monkeypa
         monkeypatch.setattr(lightning_wandb, "_WANDB_AVAILABLE", True)
     chosen = CHOSEN.get((group, option), f"{group}={option}")
     name = f"{group}-{option}"
-    recipe = "dspark" if (group, option) == ("decoding", "confidence") else "dflash"  # a head that says how sure it is
+    recipe = SPEAKERS.get((group, option), "dflash")
     rows = [f"callbacks.expected_tau.rows={place.folder / 'train.jsonl'}"] if option == "expected_tau" else []
     assert place.fit(recipe, "trainer=cpu", chosen, *rows, *SHORT, *FEW, "trainer.log_every_n_steps=1", name=name) == 0
     checked(place, name)

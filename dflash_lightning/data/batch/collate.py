@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Bool
@@ -50,18 +50,21 @@ class BatchMaker:
 
     def window(self, item: WindowItem) -> list[TrainBatch]:
         """Micro-batches ``item.first ..`` of the window, each with the totals of the whole window."""
+        alignment = self._alignment()
         documents = [d for micro_batch in item.micro_batches for pack in micro_batch for d in pack]
         layouts = {
-            d: self.block.blocks(
-                self.store[d], self.alignment, seed=self.seed, epoch=item.epoch, vocabulary=self.vocabulary
-            )
+            d: self.block.blocks(self.store[d], alignment, seed=self.seed, epoch=item.epoch, vocabulary=self.vocabulary)
             for d in documents
         }
-        num_predicting = self.block.num_predicting(self.alignment)
+        num_predicting = self.block.num_predicting(alignment)
         totals = SlotTotals.zeros(num_predicting)
         for layout in layouts.values():
             totals = totals + count_slots(layout, num_predicting)
         return [self._batch(batch, layouts, totals, item.window) for batch in item.micro_batches[item.first :]]
+
+    def _alignment(self) -> Alignment:
+        """With the slots that blocks have now: some grow between epochs."""
+        return replace(self.alignment, block_size=self.block.block_size)
 
     def _batch(
         self, micro_batch: MicroBatch, layouts: dict[int, BlockLayout], totals: SlotTotals, window: int
@@ -91,7 +94,7 @@ class BatchMaker:
             # Padding is a document of its own; it restarts so that it never asks for positions the model lacks.
             position_ids[row, offset:] = torch.arange(shape[1] - offset) % self.max_length
         most = max(sum(layouts[d].anchors.shape[1] for d in pack) for pack in packs)
-        layout = merge_layouts(placed, num_blocks=_round_up(most, self.block_bucket), alignment=self.alignment)
+        layout = merge_layouts(placed, num_blocks=_round_up(most, self.block_bucket), alignment=self._alignment())
         packed = is_packed(position_ids)
         return TrainBatch(
             input_ids, loss_mask, doc_ids, position_ids, sample_ids, layout, totals, window, packed=packed

@@ -67,7 +67,7 @@ class DocumentStore:
         """Tokens of every document."""
         return np.diff(self.offsets)
 
-    def used_ids(self) -> dict[int, int]:
-        """Ids that occur anywhere in the documents, with how often."""
-        ids, counts = np.unique(self.ids, return_counts=True)
+    def used_ids(self, *, labels_only: bool = False) -> dict[int, int]:
+        """Ids that occur anywhere in the documents, or among their supervised tokens, with how often."""
+        ids, counts = np.unique(self.ids[self.mask] if labels_only else self.ids, return_counts=True)
         return dict(zip(ids.tolist(), counts.tolist(), strict=True))

@@ -1,4 +1,7 @@
-"""Chains: one token per slot, drawn all at once, or in turn where each law depends on the tokens before."""
+"""Chains: one token per slot, drawn all at once, or in turn where each law depends on the tokens before.
+
+A head may offer to draw all slots at once although they depend on each other (``Scores.draw``): then it is asked to.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,9 @@ class BestChain(DraftBuilder):
     drawn = "delta"
 
     def build(self, roots: Int[Tensor, " B"], scores: Scores, where: Round, sampler: Sampler) -> Draft:
-        if scores.step is None:
+        if scores.draw is not None:
+            drafts, signals = scores.draw(best_tokens)[0], scores.signals
+        elif scores.step is None:
             drafts, signals = best_tokens(scores), scores.signals
         else:
             drafts, signals = follow(roots, scores, lambda step, depth: best_tokens(step))
@@ -54,7 +59,10 @@ class SampledChain(DraftBuilder):
             laws.append(draft_law(step.logits, step.ids, sampler))
             return sampler.draw(laws[-1], Stream.DRAFT, where.requests, Noise.at(where.index, slots))
 
-        if scores.step is None:
+        if scores.draw is not None:
+            drafts, signals = scores.draw(lambda at: draw(at, slots))[0], scores.signals
+            laws = laws[-1:]  # those of the drafts that are kept
+        elif scores.step is None:
             drafts, signals = draw(scores, slots), scores.signals
         else:
             drafts, signals = follow(roots, scores, lambda step, depth: draw(step, slots[:, depth, None]))

@@ -2,5 +2,7 @@
 
 from dflash_lightning.decoding.policy.base import WidthPolicy
 from dflash_lightning.decoding.policy.confidence import ConfidencePolicy
+from dflash_lightning.decoding.policy.length import LengthPolicy
+from dflash_lightning.decoding.policy.shared_budget import SharedBudget
 
-__all__ = ["ConfidencePolicy", "WidthPolicy"]
+__all__ = ["ConfidencePolicy", "LengthPolicy", "SharedBudget", "WidthPolicy"]

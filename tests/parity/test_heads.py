@@ -1,0 +1,180 @@
+"""Heads that other programs have too, on the same weights and blocks: hidden states, loss and gradients, both ways.
+
+SpecForge 0.2.0 has Domino's, speculators 0.9.0 has xPress's. Their names of tensors and settings are used here alone:
+no export writes them yet.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from dflash_lightning.block import Anchored, count_slots
+from dflash_lightning.block.anchored import lay_out
+from dflash_lightning.conditioning import KVInjection
+from dflash_lightning.drafter import BlockTransformer
+from dflash_lightning.export import export
+from dflash_lightning.head import PrefixHead, RefinerHead
+from dflash_lightning.loss import CrossEntropy, RefinedLoss
+from dflash_lightning.model import DraftModel, make_draft_config
+from dflash_lightning.ops.lm_head import Teacher
+from dflash_lightning.types import Document, FeatureSpec, StepContext
+
+pytestmark = pytest.mark.parity
+IDS = torch.randperm(250, generator=torch.Generator().manual_seed(5))[:30]  # no token twice: a token is a place
+FIRST = 8  # the first supervised token
+SUPERVISED = (torch.arange(30) >= FIRST) & (torch.arange(30) != 20)  # a hole, and blocks that end behind the text
+SIZE, CONTEXT = 4, StepContext(0, 1, 0)
+PREFIX_NAMES = {
+    "memory.read.weight": "prefix_gru.weight_ih_l0",
+    "memory.keep.weight": "prefix_gru.weight_hh_l0",
+    "narrow.weight": "embed_proj.0.weight",
+    "following.weight": "embed_proj.2.weight",
+}
+NESTED = {"projector_type": "domino", "emb_dim": 6, "gru_hidden_dim": 10}
+REFINER = {
+    "architectures": ["XPressDraftModel"],
+    "speculators_model_type": "xpress",
+    "sample_from_anchor": True,
+    "xpress_rank": 6,
+    "xpress_mlp_ratio": 2,
+}
+MIXED = '{"ce": 0.1, "tv": 0.9}'
+CASES = {
+    "domino": ("anchor_first", {"share": 0.4, "decay": 3.0, "shift_label": True}),
+    "domino, drafts where slots stand": ("same_position", {"share": 0.0, "decay": None, "shift_label": False}),
+    "xpress": ("anchor_first", {"loss": MIXED, "decay": 4.0, "ce_from_data": False}),
+    "xpress, labels of the data": ("anchor_first", {"loss": MIXED, "decay": 7.0, "ce_from_data": True}),
+}
+
+
+def is_domino(name):
+    return name.startswith("domino")
+
+
+def their_name(key):
+    """Of an entry of our state dict."""
+    part, _, rest = key.partition(".")
+    if part != "head":
+        return rest
+    return PREFIX_NAMES.get(rest) or f"refiner_head.{'mix_l' if rest == 'mix' else rest}"
+
+
+@pytest.fixture(scope="module")
+def ours(make_target, make_draft):
+    made = {}
+    for name, (layout, _) in CASES.items():
+        target = make_target("qwen3")
+        head = PrefixHead(state_size=10, rank=6) if is_domino(name) else RefinerHead(rank=6)
+        draft = DraftModel(
+            make_draft_config(
+                target.facts,
+                block=Anchored(block_size=SIZE, label_layout=layout),
+                conditioning=KVInjection(target_layer_ids=[0, 2]),
+                drafter=BlockTransformer(num_layers=2),
+                head=head,
+                mask_token_id=262,
+            )
+        )
+        plain = make_draft(target, block_size=SIZE, target_layer_ids=[0, 2])
+        draft.load_state_dict({**draft.state_dict(), **plain.state_dict()})
+        for weight in draft.head.parameters():
+            torch.nn.init.normal_(weight, std=0.3)
+        made[name] = target, draft, plain
+    return made
+
+
+@pytest.fixture(scope="module")
+def theirs(ours, consumer, tmp_path_factory):
+    root, requests, tensors = tmp_path_factory.mktemp("heads"), [], {}
+    positions = torch.arange(len(IDS))[None]
+    for number, (name, (target, draft, plain)) in enumerate(ours.items()):
+        folder, kind = root / str(number), "zlab" if is_domino(name) else "speculators"
+        target.model.save_pretrained(root / f"{number}-target")
+        target.facts = replace(target.facts, name=str(root / f"{number}-target"))
+        export(plain, target, folder, format=kind, dtype="float32", prompts=[[3, 7, 5]], max_new_tokens=4)
+        raw = json.loads((folder / "config.json").read_text())
+        settings = CASES[name][1]
+        if is_domino(name):
+            raw["architectures"] = ["DominoDraftModel"]
+            shift = settings["shift_label"]
+            raw["dflash_config"] |= {**NESTED, "shift_label": shift, "pure_draft_prefix_len": 1}
+        else:
+            raw |= REFINER
+            raw["speculators_config"]["algorithm"] = "xpress"
+        (folder / "config.json").write_text(json.dumps(raw))
+        weights = {their_name(key): value for key, value in draft.state_dict().items()}
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        features = target.features(IDS[None], positions, FeatureSpec((0, 2), last_hidden=True))
+        tensors |= {
+            f"{name}/ids": IDS[None],
+            f"{name}/loss_mask": SUPERVISED[None].float(),
+            f"{name}/features": features.hidden.flatten(2),
+            f"{name}/last_hidden": features.last_hidden,
+            f"{name}/embedding": target.embedding_weight,
+            f"{name}/head": target.lm.weight,
+        }
+        program = "specforge" if is_domino(name) else "speculators"
+        request = {"name": name, "program": program, "draft": str(folder), "save_to": str(root / f"{number}-saved")}
+        requests.append({**request, **settings})
+    return (*consumer("heads", {"cases": requests}, tensors), root)
+
+
+def anchors_of(name, answer, tensors):
+    if is_domino(name):
+        return sorted(answer["anchors"])
+    place = {token: i for i, token in enumerate(IDS.tolist())}
+    roots = tensors[f"{name}/blocks"].view(-1, SIZE)[:, 0].tolist()
+    return [place[root] for root in roots if root in place]
+
+
+def terms_of(name):
+    settings = CASES[name][1]
+    if not is_domino(name):
+        labels = "data" if settings["ce_from_data"] else "target"
+        return [(1.0, RefinedLoss(decay=settings["decay"], labels=labels, normalize="slots"))]
+    share = settings["share"]
+    terms = (CrossEntropy(view=view, decay=settings["decay"]) for view in ("base", "main"))
+    return list(zip((share, 1.0 - share), terms, strict=True))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_same_weights_and_blocks_give_the_same_loss_and_gradients(name, ours, theirs):
+    (target, draft, _), (answers, tensors, _) = ours[name], theirs
+    answer = answers[name]
+    copies = {"embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight", "verifier_norm.weight"}
+    assert answer["unexpected"] == [] and {*answer["missing"]} <= copies
+    anchors = torch.tensor(anchors_of(name, answer, tensors))
+    assert len(anchors) > 10
+    layout = lay_out(Document(0, IDS, SUPERVISED), anchors, draft.alignment)
+    positions = torch.arange(len(IDS))[None]
+    features = target.features(IDS[None], positions, FeatureSpec((0, 2), last_hidden=True))
+    draft.train().zero_grad()
+    hidden = draft.block_hidden(target.embed(layout.input_ids), layout, features, positions, target.lm)
+    if not is_domino(name):
+        served = tensors[f"{name}/hidden"].view(-1, SIZE, 32)[: len(anchors)]
+        torch.testing.assert_close(served, hidden[0].detach(), rtol=1e-5, atol=1e-5)
+    out, totals = draft.outputs(hidden, layout, target.lm), count_slots(layout)
+    teacher = Teacher(features.last_hidden, layout, target.lm, None, (1.0,))
+    parts = [w * t.numerator(out, layout, teacher, CONTEXT) / t.denominator(totals) for w, t in terms_of(name)]
+    loss = torch.stack(parts).sum()
+    assert loss.item() == pytest.approx(answer["loss"], rel=1e-5)
+    loss.backward()
+    trained = draft if is_domino(name) else draft.head
+    for key, parameter in draft.named_parameters():
+        if trained is draft.head and not key.startswith("head."):
+            continue
+        torch.testing.assert_close(parameter.grad, tensors[f"{name}/{their_name(key)}"], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_the_other_program_saves_is_our_drafter_again(name, ours, theirs):
+    saved = load_file(theirs[2] / f"{[*CASES].index(name)}-saved" / "model.safetensors")
+    (_, draft, _) = ours[name]
+    for key, value in draft.state_dict().items():
+        assert torch.equal(saved[their_name(key)], value), key
+    assert {their_name(key) for key in draft.state_dict()} <= {*saved}
