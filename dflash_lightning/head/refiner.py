@@ -42,7 +42,7 @@ class RefinerHead(DraftHead):
 
     name: ClassVar[str] = "refiner"
     initial: ClassVar[frozenset[str]] = frozenset({"init_std", "zero_readout"})
-    prefix_stable: ClassVar[bool] = False
+    prefix_stable: ClassVar[bool] = False  # every slot reads the mean of all
 
     def __init__(
         self,
