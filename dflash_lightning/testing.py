@@ -37,8 +37,8 @@ from dflash_lightning.target import FrozenTarget, load_target
 from dflash_lightning.target.tiny import save_tiny_target
 from dflash_lightning.types import Alignment, BlockLayout, Document, StepContext, TrainBatch
 
-_PROMPT, _LENGTH, _LETTERS = 6, 24, 16  # of the document that everything is tried on
-_SLOTS = 3  # drafts per block in checks without a model
+_PROMPT, _LENGTH, _LETTERS, _SLOTS = 6, 24, 16, 3  # of what everything is tried on; drafts where there is no model
+_STEP = StepContext(0, 10, 0)
 
 
 @lru_cache(maxsize=1)
@@ -109,16 +109,15 @@ class _SpeakingHead(MarginalHead):
         self.distributions = tuple(distributions)
 
     def outputs(self, hidden: Float[Tensor, "B N K H"], layout: BlockLayout, lm: LanguageHead) -> HeadOutput:
-        spoken = {name: self._speak(hidden) for name in self.signals}
         views = super().outputs(hidden, layout, lm).views
-        return HeadOutput(dict.fromkeys(self.distributions, views["main"]), spoken)
+        return HeadOutput(dict.fromkeys(self.distributions, views["main"]), self._speak(hidden))
 
     def open(self, hidden: Float[Tensor, "B D H"], roots: Int[Tensor, " B"], lm: LanguageHead) -> Scores:
-        spoken = {name: self._speak(hidden) for name in self.signals}
-        return replace(super().open(hidden, roots, lm), signals=spoken)
+        return replace(super().open(hidden, roots, lm), signals=self._speak(hidden))
 
-    def _speak(self, hidden: Float[Tensor, "*blocks D H"]) -> Tensor:
-        return hidden.mean((-2, -1) if self.by_block else -1).sigmoid()
+    def _speak(self, hidden: Float[Tensor, "*blocks D H"]) -> dict[str, Tensor]:
+        said = hidden[..., 0, :] if self.by_block else hidden  # of the first slot, whose states no check changes
+        return dict.fromkeys(self.signals, said.mean(-1).sigmoid())
 
 
 # -- training ---------------------------------------------------------------------------------------------------------
@@ -147,8 +146,7 @@ def check_loss(term: LossTerm, head: DraftHead | None = None) -> None:
     module = toy_module(loss={"own": term}, head=speaking if head is None else head)
     batch = toy_batch(module)
     out, features = module.outputs(batch)
-    context = StepContext(0, 10, 0)
-    ((_, share),) = module.loss_shares(batch, out, features, context, count_slots(batch.layout)).values()
+    ((_, share),) = module.loss_shares(batch, out, features, _STEP, count_slots(batch.layout)).values()
     assert share.shape == () and bool(torch.isfinite(share)), f"numerator / denominator is {share}, no finite number"
     share.backward()
     gradients = [p.grad for p in module.draft_model.parameters() if p.grad is not None]
@@ -169,15 +167,11 @@ def _check_invalid_slots(module: DraftModule, batch: TrainBatch) -> None:
     noise = 3 * torch.randn(hidden.shape, generator=torch.Generator().manual_seed(1))
     beside = hidden.shape[2] - layout.valid.shape[2]  # rows of the context, which belong to no slot
     sound = torch.nn.functional.pad(layout.valid, (0, beside), value=True)[..., None]
+    sound[:, :, 0] |= module.terms["own"].by_block  # see _speak
     found = []
-    spoken = model.outputs(hidden, layout, lm).signals
     for states in (hidden, torch.where(sound, hidden, noise)):
         out = model.outputs(states, layout, lm)
-        if module.terms["own"].by_block:  # what is said of a block may come from any of its slots
-            out.signals = spoken
-        shares = module.loss_shares(
-            replace(batch, layout=layout), out, features, StepContext(0, 10, 0), count_slots(layout)
-        )
+        shares = module.loss_shares(replace(batch, layout=layout), out, features, _STEP, count_slots(layout))
         found.append(float(shares["own"][1]))
     same = abs(found[0] - found[1]) <= 1e-5 * max(1.0, abs(found[0]))
     assert same, f"slots that are not valid change the term: {found[0]:.6g} becomes {found[1]:.6g}"
@@ -191,7 +185,8 @@ def check_head(head: DraftHead) -> None:
 
 def check_conditioning(conditioning: Conditioning) -> None:
     """A block has the same context in training and in decoding, before the first round and after one."""
-    _check_parts(conditioning=conditioning)
+    drafter = BlockTransformer(num_layers=conditioning.draft_layers or 2, init_std=0.2)
+    _check_parts(conditioning=conditioning, drafter=drafter)
 
 
 def check_drafter(drafter: Drafter, conditioning: Conditioning | None = None) -> None:
