@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -77,14 +78,12 @@ class TargetKV(RowConditioning):
         assert config.num_target_layers is not None, "only a drafter made for a target reads its keys and values"
         ids = kv_layer_ids(self.kv_layer_ids, config.num_target_layers, config.num_hidden_layers)
         self._kv_ids = tuple(ids)
-        self._heads = (2, config.num_key_value_heads, config.head_dim)
 
     def required(self) -> FeatureSpec:
-        ids = tuple(sorted({*self._kv_ids}))
-        return FeatureSpec(kv_layers=ids, kv_width=2 * self._heads[1] * self._heads[2])
+        return FeatureSpec(kv_ids=tuple(sorted({*self._kv_ids})))
 
     def rows(self, features: TargetFeatures, lm: LanguageHead) -> Rows:
-        return Rows(features.select_kv(self._kv_ids))
+        return Rows(torch.stack(features.select_kv(self._kv_ids), dim=2))
 
     def keys_and_values(
         self,
@@ -93,8 +92,7 @@ class TargetKV(RowConditioning):
         positions: Int[Tensor, "B R"],
         attention: ContextAttention,
     ) -> tuple[Float[Tensor, "B R Hkv D"], Float[Tensor, "B R Hkv D"]]:
-        keys, values = states[:, :, layer].unflatten(-1, self._heads).unbind(2)
-        return keys, values
+        return states[:, :, 0, layer], states[:, :, 1, layer]
 
 
 class SeededTargetKV(TargetKV, FusedFeatures):
@@ -128,4 +126,5 @@ class SeededTargetKV(TargetKV, FusedFeatures):
         return TargetKV.required(self) | FusedFeatures.required(self)
 
     def rows(self, features: TargetFeatures, lm: LanguageHead) -> Rows:
-        return Rows(features.select_kv(self._kv_ids), self.fuse(features.select(self._layer_ids)))
+        kv = torch.stack(features.select_kv(self._kv_ids), dim=2)
+        return Rows(kv, self.fuse(features.select(self._layer_ids)))

@@ -301,12 +301,6 @@ class DraftData(LightningDataModule):
 
     def _make_cache(self, asked: FeatureSpec) -> FeatureCache:
         spec = asked | self.cache_also
-        if spec.kv_layers:
-            raise SettingError(
-                "data.cache_features",
-                f"{self.cache_features!r} keeps hidden states, but the drafter reads the target's keys and values",
-                do="Set data.cache_features=null, or use another conditioning",
-            )
         # Loaders are made (by ``estimated_stepping_batches`` in configure_optimizers) before the module's fit starts.
         target = self.target if self.trainer is None else self.target.to(self.trainer.strategy.root_device)
         target = with_products(target, self.feature_products, exact=spec.last_hidden)

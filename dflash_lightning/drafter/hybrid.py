@@ -169,7 +169,7 @@ class AttentionLayer(nn.Module):
         self.input_layernorm = RMSNorm(geometry.hidden_size, eps=geometry.rms_norm_eps)
         self.self_attn: Any = BlockSelfAttention(geometry, index)
         if not qk_norm:
-            self.self_attn.q_norm = self.self_attn.k_norm = nn.Identity()
+            self.self_attn.q_norm, self.self_attn.k_norm = nn.Identity(), nn.Identity()  # type: ignore[assignment]
 
     def copy(self, source: Mapping[str, Tensor], *, where: str) -> None:
         """Take the weights of a target's layer, its MLP aside.

@@ -17,8 +17,6 @@ def shallow_copy(module: nn.Module) -> Any:
     clone._forward_hooks = OrderedDict(module._forward_hooks)
     clone._forward_hooks_with_kwargs = OrderedDict(module._forward_hooks_with_kwargs)
     clone._forward_hooks_always_called = OrderedDict(module._forward_hooks_always_called)
-    clone._forward_pre_hooks = OrderedDict(module._forward_pre_hooks)
-    clone._forward_pre_hooks_with_kwargs = OrderedDict(module._forward_pre_hooks_with_kwargs)
     return clone
 
 

@@ -16,7 +16,7 @@ from dflash_lightning.ops.plain_mode import plain_mode
 from dflash_lightning.ops.prepacked_linear import prepack_linears
 from dflash_lightning.ops.shallow_copy import copy_tree
 from dflash_lightning.target.attention import GROUPED_SDPA
-from dflash_lightning.target.cache import RowCache
+from dflash_lightning.target.cache import RowCache, keys_and_values
 from dflash_lightning.target.families import VERIFIED_FAMILIES, Anatomy, causal_lm_class
 from dflash_lightning.target.frozen import FrozenTarget
 from dflash_lightning.target.masks import ragged_mask, tree_mask
@@ -52,7 +52,7 @@ class TargetAdapter:
         head = target.model.get_output_embeddings()
         self.head: nn.Module = prepack_linears(head) if prepacked else head
         self._config: Any = anatomy.decoder.config
-        self._trunk = Trunk(anatomy, spec | FeatureSpec(last_hidden=True))
+        self._trunk = Trunk(anatomy, FeatureSpec(spec.layer_ids, last_hidden=True))
         self._cache = RowCache(target.facts.num_layers)
         self._lengths: list[int] = []
         self._verified: TargetFeatures | None = None  # what the next commit chooses from
@@ -204,11 +204,14 @@ class TargetAdapter:
             mask = tree_mask(self._config, lineage, first, positions, self._cache.num_rows, self.target.dtype)
         elif ragged:
             mask = ragged_mask(self._config, positions, self._cache.num_rows, self.target.dtype)
-        hidden, stacked, kv = self._trunk(
+        hidden, stacked = self._trunk(
             ids, position_ids=positions, attention_mask=mask, cache=self._cache, use_cache=True
         )
-        last = hidden if self.spec.last_hidden else None
-        return hidden, TargetFeatures(self.spec.layer_ids, stacked, last, ids, kv=kv, kv_layers=self.spec.kv_layers)
+        found = TargetFeatures(self.spec.layer_ids, stacked, hidden if self.spec.last_hidden else None, ids)
+        if self.spec.kv_ids:
+            found.kv_ids = self.spec.kv_ids
+            found.keys, found.values = keys_and_values(self._cache.layers, self.spec.kv_ids, rows)
+        return hidden, found
 
     def _logits(self, hidden: Float[Tensor, "*rows H"]) -> Float[Tensor, "*rows V"]:
         return self.lm.activate(self.head(hidden))

@@ -10,15 +10,18 @@ from transformers import DynamicCache
 
 from dflash_lightning.conditioning import SeededTargetKV, TargetKV
 from dflash_lightning.conditioning.kv_injection import KVInjection
-from dflash_lightning.errors import SettingError
 from dflash_lightning.geometry import LayerGeometry
 from dflash_lightning.target import TargetAdapter
 from dflash_lightning.testing import check_conditioning, toy_batch, toy_document, toy_module, toy_target
 from dflash_lightning.types import FeatureSpec, TargetFeatures
 
 FACTS = toy_target().facts
-WIDTH = 2 * FACTS.num_kv_heads * FACTS.head_dim
-SPEC = FeatureSpec((1,), kv_layers=(2, 5), kv_width=WIDTH)
+SPEC = FeatureSpec((1,), kv_ids=(2, 5))
+
+
+def both(features: TargetFeatures, entry: int) -> torch.Tensor:
+    """Keys and values of one layer: [S, C]."""
+    return torch.cat([x[0, :, entry].flatten(1) for x in (features.keys, features.values)], dim=-1)
 
 
 def cached(layer: int, ids: torch.Tensor) -> torch.Tensor:
@@ -30,21 +33,18 @@ def cached(layer: int, ids: torch.Tensor) -> torch.Tensor:
     return torch.cat(found, dim=-1)
 
 
-def test_what_is_overheard_is_what_the_target_keeps() -> None:
+def test_features_hold_what_the_target_keeps() -> None:
     ids = toy_document().input_ids[None]
     features = toy_target().features(ids, torch.arange(ids.shape[1])[None], SPEC)
-    for entry, layer in enumerate(SPEC.kv_layers):
-        torch.testing.assert_close(features.kv[0, :, entry], cached(layer, ids))
-    assert torch.equal(features.select_kv((5, 2, 5))[0, :, 0], features.kv[0, :, 1])
-    plain = toy_target().features(ids, torch.arange(ids.shape[1])[None], FeatureSpec((1,)))
-    assert plain.kv is None and torch.equal(plain.hidden, features.hidden), "listening changes nothing"
+    for entry, layer in enumerate(SPEC.kv_ids):
+        torch.testing.assert_close(both(features, entry), cached(layer, ids))
 
 
 def test_packed_documents_have_the_keys_of_each_alone() -> None:
     ids = toy_document().input_ids[None, :9]
     positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3]])
-    found = toy_target().features(ids, positions, SPEC).kv
-    torch.testing.assert_close(found[0, 5:, 1], cached(5, ids[:, 5:]))
+    found = toy_target().features(ids, positions, SPEC)
+    torch.testing.assert_close(both(found, 1)[5:], cached(5, ids[:, 5:]))
 
 
 def test_decoding_hands_over_the_rows_of_the_path() -> None:
@@ -54,7 +54,7 @@ def test_decoding_hands_over_the_rows_of_the_path() -> None:
     tokens = torch.stack([ids[6], torch.tensor(3), ids[7], ids[8]])[None]
     adapter.verify(tokens, parents=torch.tensor([[0, 0, 0, 2]]))
     found = adapter.commit(torch.tensor([[0, 2, 3]]), torch.tensor([3]))
-    torch.testing.assert_close(found.kv[0, :, 0], cached(2, ids[None, :9])[6:])
+    torch.testing.assert_close(both(found, 0), cached(2, ids[None, :9])[6:])
 
 
 @pytest.mark.parametrize(
@@ -107,12 +107,3 @@ def test_what_cannot_read_the_targets_keys_is_refused(ids, changes, facts, said)
     with pytest.raises(ValueError, match=said):
         TargetKV(kv_layer_ids=ids).check(replace(FACTS, **facts), geometry(**changes))
     TargetKV(kv_layer_ids=[3, 3]).check(FACTS, geometry())
-
-
-def test_kept_features_that_lack_keys_are_told_by_name() -> None:
-    features = TargetFeatures((1,), torch.zeros(1, 2, 1, 4), kv=torch.zeros(1, 2, 1, 8), kv_layers=(2,))
-    with pytest.raises(ValueError, match=r"keys and values of \[2\], but not of \[3\]"):
-        features.select_kv((3,))
-    assert issubclass(SettingError, ValueError)
-    room = TargetFeatures.empty(FeatureSpec(kv_layers=(2,), kv_width=8), (1, 2), 4, dtype=torch.float32)
-    assert torch.equal(room.copy_(features.map(lambda x: x + 1)).kv, torch.ones(1, 2, 1, 8))

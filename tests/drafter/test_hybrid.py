@@ -74,7 +74,7 @@ def test_without_a_seed_hidden_states_of_the_target_say_nothing() -> None:
     model, batch = module.draft_model, toy_batch(module)
     features = toy_target().features(batch.input_ids, batch.position_ids, module.required())
     other = replace(features, hidden=features.hidden + torch.randn_like(features.hidden))
-    elsewhere = replace(features, kv=features.kv + 1.0)
+    elsewhere = replace(features, keys=features.keys + 1.0)
 
     def hidden(read):
         slots = toy_target().embed(batch.layout.input_ids)

@@ -15,7 +15,7 @@ def join_chains(roots: Int[Tensor, " B"], chains: Int[Tensor, "B W D"]) -> Draft
     Nodes of the first chain come first, then what the second adds, and so on. So siblings hold distinct tokens, in the
     order of the chains. Waits for the device once, to leave out what no row needs.
     """
-    batch, count, depth = chains.shape
+    count, depth = chains.shape[1:]
     index = torch.arange(count, device=chains.device)
     same = (chains[:, :, None] == chains[:, None]).long().cumprod(-1).bool()  # [B, W, W, D]: equal up to here
     owner = torch.where(same, index[:, None], count).amin(2)  # the first chain that has this node
