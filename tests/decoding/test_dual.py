@@ -98,7 +98,7 @@ def test_the_text_is_the_targets_own(drafters, temperature: float) -> None:
         found.append(made.decode(prompts, max_new_tokens=8, stop_ids=()))
     texts = [[g.output_ids for g in result.generations] for result in found]
     assert texts[0] == texts[1]
-    assert found[0].stats.cycles < found[1].stats.cycles, "some drafts stand"
+    assert found[0].stats.rounds < found[1].stats.rounds, "some drafts stand"
 
 
 @torch.no_grad()
