@@ -242,7 +242,7 @@ def _kept(x: Tensor) -> Tensor:
 def _joined(parts: list[TargetFeatures]) -> TargetFeatures:
     """Features of several texts, one after the other in one row."""
     values: dict[str, Any] = {n: torch.cat([p.tensors()[n] for p in parts], dim=1) for n in parts[0].tensors()}
-    return TargetFeatures(parts[0].layer_ids, **values)
+    return TargetFeatures(parts[0].layer_ids, kv_ids=parts[0].kv_ids, **values)
 
 
 def _on(layout: BlockLayout, device: torch.device) -> BlockLayout:

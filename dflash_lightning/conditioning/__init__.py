@@ -2,6 +2,7 @@
 
 from dflash_lightning.conditioning.base import Conditioning
 from dflash_lightning.conditioning.carryover import Carryover
+from dflash_lightning.conditioning.fixed_views import FixedViews
 from dflash_lightning.conditioning.input_fusion import InputFusion
 from dflash_lightning.conditioning.kv_injection import KVInjection
 from dflash_lightning.conditioning.layer_mix import LayerMix
@@ -14,6 +15,7 @@ from dflash_lightning.conditioning.token_fusion import TokenFusion
 __all__ = [
     "Carryover",
     "Conditioning",
+    "FixedViews",
     "InputFusion",
     "KVInjection",
     "LayerMix",

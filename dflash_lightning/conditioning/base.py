@@ -43,6 +43,11 @@ class Conditioning(Component, nn.Module, ABC, axis=True):
     wanted: frozenset[str] = frozenset()
     target_layer_ids: list[int] | None
 
+    @property
+    def draft_layers(self) -> int | None:
+        """How many draft layers it serves; null: any number."""
+        return None
+
     @abstractmethod
     def default_layer_ids(self, num_target_layers: int) -> list[int]:
         """Target layers to tap when the recipe names none."""

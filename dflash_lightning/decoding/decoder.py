@@ -118,7 +118,8 @@ class SpeculativeDecoder:
     def _timer(self) -> RoundTimer:
         """Measures rounds of this decoder."""
         size = 0 if self._draft is None else sum(p.numel() for p in self._draft.parameters())
-        return RoundTimer(self._adapter, self.proposer, self.batch_size, self.max_length, {"parameters": size})
+        sizes, shown = (self.batch_size, self.max_length), self._shown
+        return RoundTimer(self._adapter, self.proposer, *sizes, {"parameters": size}, shown)
 
     def reserve(self, max_length: int) -> None:
         """Make room for longer texts, where there is not enough: the drafter's buffers are made anew."""

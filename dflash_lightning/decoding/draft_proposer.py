@@ -92,6 +92,7 @@ class DraftProposer(Proposer):
                 config.target_hidden_size,
                 dtype=dtype,
                 tokens=True,
+                kv=(self.target.facts.num_kv_heads, self.target.facts.head_dim),
                 device=device,
             ).map(torch.zero_)
             for rows in (PROMPT_ROWS, self.num_drafts + 1)

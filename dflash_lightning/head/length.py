@@ -27,8 +27,7 @@ class LengthHead(MarginalHead):
     made before any draft is drawn, so a policy may cut by the signal under rejection as well.
 
     From the released code (MT 6.7, MD L3). RECONSTRUCTED: its mean is over the block; here the root's own slot, which
-    predicts nothing in some layouts, is left out, since decoding does not hand it on. ``w`` and ``b`` start at 0, where
-    every guess is one half (our choice).
+    predicts nothing in some layouts, is left out, since decoding does not hand it on.
     """
 
     name: ClassVar[str] = "length"
@@ -45,8 +44,6 @@ class LengthHead(MarginalHead):
         self.read = nn.Linear(2 * config.hidden_size, self.width)
         self.deepen = nn.Linear(self.width, self.width)
         self.guess = nn.Linear(self.width, 1)
-        nn.init.zeros_(self.guess.weight)
-        nn.init.zeros_(self.guess.bias)
 
     def outputs(self, hidden: Float[Tensor, "B N K H"], layout: BlockLayout, lm: LanguageHead) -> HeadOutput:
         views = super().outputs(hidden, layout, lm).views

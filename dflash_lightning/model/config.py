@@ -66,8 +66,8 @@ def check_parts(block: BlockConstructor, conditioning: Conditioning, drafter: Dr
 
     Raises:
         ValueError: the conditioning does not offer what the drafter or the head reads, or hands over what the drafter
-            does not take; slots hold something else in training than in decoding; or the head wants a whole block of a
-            drafter that runs slot by slot.
+            does not take; it serves another number of draft layers; slots hold something else in training than in
+            decoding; or the head wants a whole block of a drafter that runs slot by slot.
     """
     _check_slots(block, drafter, head)
     if conditioning.carries and isinstance(drafter, SequentialDrafter):
@@ -76,6 +76,14 @@ def check_parts(block: BlockConstructor, conditioning: Conditioning, drafter: Dr
             f"{conditioning.name!r} hands a block what the round before left, but drafter {drafter.name!r} drafts "
             "token by token and takes nothing of it",
             do="Use a drafter that runs a block at once, or another conditioning",
+        )
+    served = conditioning.draft_layers
+    if served is not None and served != drafter.num_layers:
+        raise SettingError(
+            "drafter.num_layers",
+            f"{drafter.num_layers} draft layers, but conditioning {conditioning.name!r} has something for each of "
+            f"{served}",
+            do="Set conditioning.num_features (or the number of target_layer_ids) to drafter.num_layers",
         )
     for axis, part in (("drafter", drafter), ("head", head)):
         missing = part.needs - conditioning.provides

@@ -16,7 +16,7 @@ from dflash_lightning.ops.plain_mode import plain_mode
 from dflash_lightning.ops.prepacked_linear import prepack_linears
 from dflash_lightning.ops.shallow_copy import copy_tree
 from dflash_lightning.target.attention import GROUPED_SDPA
-from dflash_lightning.target.cache import RowCache
+from dflash_lightning.target.cache import RowCache, keys_and_values
 from dflash_lightning.target.families import VERIFIED_FAMILIES, Anatomy, causal_lm_class
 from dflash_lightning.target.frozen import FrozenTarget
 from dflash_lightning.target.masks import ragged_mask, tree_mask
@@ -207,7 +207,11 @@ class TargetAdapter:
         hidden, stacked = self._trunk(
             ids, position_ids=positions, attention_mask=mask, cache=self._cache, use_cache=True
         )
-        return hidden, TargetFeatures(self.spec.layer_ids, stacked, hidden if self.spec.last_hidden else None, ids)
+        found = TargetFeatures(self.spec.layer_ids, stacked, hidden if self.spec.last_hidden else None, ids)
+        if self.spec.kv_ids:
+            found.kv_ids = self.spec.kv_ids
+            found.keys, found.values = keys_and_values(self._cache.layers, self.spec.kv_ids, rows)
+        return hidden, found
 
     def _logits(self, hidden: Float[Tensor, "*rows H"]) -> Float[Tensor, "*rows V"]:
         return self.lm.activate(self.head(hidden))

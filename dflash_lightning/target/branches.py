@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
 from dflash_lightning.errors import SettingError
 from dflash_lightning.ops.plain_mode import plain_mode
+from dflash_lightning.target.cache import text_cache
 from dflash_lightning.target.families import VERIFIED_FAMILIES
 from dflash_lightning.target.frozen import FrozenTarget
 from dflash_lightning.target.intact import token_errors
@@ -23,37 +23,6 @@ from dflash_lightning.target.masks import branch_mask, packed_mask
 from dflash_lightning.types import FeatureSpec, TargetFeatures
 
 _PROBE = 12  # tokens
-
-
-class _TextLayer(CacheLayerMixin):
-    """Keys and values of a text in one layer: the first forward leaves them, later ones see them and add nothing."""
-
-    is_sliding = False  # all rows are kept and masks do the window
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.keys, self.values = key_states, value_states
-        self.is_initialized = True
-
-    def update(
-        self,
-        key_states: Float[Tensor, "B Hkv W D"],
-        value_states: Float[Tensor, "B Hkv W Dv"],
-        *args: Any,
-        **kwargs: Any,
-    ) -> tuple[Float[Tensor, "B Hkv J D"], Float[Tensor, "B Hkv J Dv"]]:
-        if self.keys is None or self.values is None:
-            self.lazy_initialization(key_states, value_states)
-            return key_states, value_states
-        return torch.cat([self.keys, key_states], dim=2), torch.cat([self.values, value_states], dim=2)
-
-    def get_seq_length(self) -> int:
-        return 0 if self.keys is None else self.keys.shape[2]
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.get_seq_length() + query_length, 0
-
-    def get_max_length(self) -> int:
-        return -1
 
 
 @dataclass(frozen=True)
@@ -113,7 +82,7 @@ class ReadText:
         """Read rows ``begin .. end - 1``, which begin a document."""
         target, trunk = self.target, self.target.trunk(spec)
         ids, positions = (x[row : row + 1, begin:end] for x in (self.input_ids, self.position_ids))
-        cache = Cache(layers=[_TextLayer() for _ in range(target.facts.num_layers)])
+        cache = text_cache(target.facts.num_layers)
         packed = sum(begin <= start < end for start in self.documents[row][:-1]) > 1
         mask = packed_mask(target.model.config, positions, target.dtype) if packed else None
         output, stacked = trunk(ids, position_ids=positions, attention_mask=mask, cache=cache, use_cache=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,3 +126,52 @@ class RowCache(Cache):
         """Copy rows ``source`` of every layer to rows ``target``."""
         for layer in self._row_layers:
             layer.move(source, target)
+
+
+class TextLayer(CacheLayerMixin):
+    """Keys and values of a text in one layer: the first forward leaves them, later ones see them and add nothing."""
+
+    is_sliding = False  # all rows are kept and masks do the window
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.keys, self.values = key_states, value_states
+        self.is_initialized = True
+
+    def update(
+        self,
+        key_states: Float[Tensor, "B Hkv W D"],
+        value_states: Float[Tensor, "B Hkv W Dv"],
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[Float[Tensor, "B Hkv J D"], Float[Tensor, "B Hkv J Dv"]]:
+        if self.keys is None or self.values is None:
+            self.lazy_initialization(key_states, value_states)
+            return key_states, value_states
+        return torch.cat([self.keys, key_states], dim=2), torch.cat([self.values, value_states], dim=2)
+
+    def get_seq_length(self) -> int:
+        return 0 if self.keys is None else self.keys.shape[2]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+def text_cache(num_layers: int) -> Cache:
+    """An empty cache of ``TextLayer``s."""
+    return Cache(layers=[TextLayer() for _ in range(num_layers)])
+
+
+def keys_and_values(
+    layers: Sequence[Any], ids: Sequence[int], rows: Int[Tensor, "B W"] | None = None
+) -> tuple[Float[Tensor, "B W C Hkv D"], Float[Tensor, "B W C Hkv D"]]:
+    """What layers ``ids`` of a cache hold, stacked in this order; ``rows`` null: all rows."""
+
+    def of(kept: Float[Tensor, "B Hkv J D"]) -> Float[Tensor, "B W Hkv D"]:
+        by_row = kept.transpose(1, 2)
+        return by_row if rows is None else by_row[torch.arange(len(rows), device=rows.device)[:, None], rows]
+
+    found = [layers[i] for i in ids]
+    return torch.stack([of(x.keys) for x in found], dim=2), torch.stack([of(x.values) for x in found], dim=2)

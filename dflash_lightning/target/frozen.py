@@ -17,6 +17,7 @@ from dflash_lightning.errors import SettingError
 from dflash_lightning.ops.lm_head import LanguageHead
 from dflash_lightning.ops.plain_mode import plain_mode
 from dflash_lightning.target import families
+from dflash_lightning.target.cache import keys_and_values, text_cache
 from dflash_lightning.target.facts import check_layer_ids, find_stop_ids, make_facts, strange_rows
 from dflash_lightning.target.intact import (
     SHORT,
@@ -216,13 +217,30 @@ class FrozenTarget:
             input_ids, position_ids = input_ids.reshape(1, -1), position_ids.reshape(1, -1)
         elif implementation in ("sdpa", "eager") and packed:
             mask = packed_mask(self.model.config, position_ids, self.dtype)
-        output, stacked = trunk(input_ids, position_ids=position_ids, attention_mask=mask, use_cache=False)
-        return trunk.features(ids, output.reshape(*shape, -1), stacked.reshape(*shape, *stacked.shape[2:]))
+        cached: dict[str, Any] = {"use_cache": False}
+        if spec.kv_ids:
+            self._check_keys(implementation)
+            cached = {"use_cache": True, "cache": text_cache(self.facts.num_layers)}
+        output, stacked = trunk(input_ids, position_ids=position_ids, attention_mask=mask, **cached)
+        found = trunk.features(ids, output.reshape(*shape, -1), stacked.reshape(*shape, *stacked.shape[2:]))
+        if spec.kv_ids:
+            layers = cached["cache"].layers
+            found.kv_ids, found.keys, found.values = spec.kv_ids, *keys_and_values(layers, spec.kv_ids)
+        return found
+
+    def _check_keys(self, implementation: str) -> None:
+        """Refuse to hand out keys and values where packed documents would see one another."""
+        if implementation not in ("sdpa", "eager"):
+            raise SettingError(
+                "target.attn_implementation",
+                f"{implementation!r} tells packed documents apart without a cache only, which keys are read from",
+                "Use sdpa or eager",
+            )
 
     def trunk(self, spec: FeatureSpec) -> Trunk:
         """The decoder up to the last layer that ``spec`` needs, made once."""
         if spec not in self._trunks:
-            check_layer_ids(spec.layer_ids, self.facts)
+            check_layer_ids(tuple(sorted({*spec.layer_ids, *spec.kv_ids})), self.facts)
             self._trunks[spec] = Trunk(self.anatomy, spec)
         return self._trunks[spec]
 

@@ -28,7 +28,7 @@ class Trunk:
     def __init__(self, anatomy: Anatomy, spec: FeatureSpec) -> None:
         self.spec = spec
         layers = list(anatomy.layers)
-        num_needed = len(layers) if spec.last_hidden else max(spec.layer_ids) + 1
+        num_needed = len(layers) if spec.last_hidden else max(*spec.layer_ids, *spec.kv_ids, -1, -1) + 1
         self.decoder = shallow_copy(anatomy.decoder)
         for name in _INSTANCE_OVERRIDES:
             self.decoder.__dict__.pop(name, None)

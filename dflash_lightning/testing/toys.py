@@ -97,13 +97,12 @@ class SpeakingHead(MarginalHead):
         self.distributions = tuple(distributions)
 
     def outputs(self, hidden: Float[Tensor, "B N K H"], layout: BlockLayout, lm: LanguageHead) -> HeadOutput:
-        spoken = {name: self._speak(hidden) for name in self.signals}
         views = super().outputs(hidden, layout, lm).views
-        return HeadOutput(dict.fromkeys(self.distributions, views["main"]), spoken)
+        return HeadOutput(dict.fromkeys(self.distributions, views["main"]), self._speak(hidden))
 
     def open(self, hidden: Float[Tensor, "B D H"], roots: Int[Tensor, " B"], lm: LanguageHead) -> Scores:
-        spoken = {name: self._speak(hidden) for name in self.signals}
-        return replace(super().open(hidden, roots, lm), signals=spoken)
+        return replace(super().open(hidden, roots, lm), signals=self._speak(hidden))
 
-    def _speak(self, hidden: Float[Tensor, "*blocks D H"]) -> Tensor:
-        return hidden.mean((-2, -1) if self.by_block else -1).sigmoid()
+    def _speak(self, hidden: Float[Tensor, "*blocks D H"]) -> dict[str, Tensor]:
+        said = hidden[..., 0, :] if self.by_block else hidden  # of the first slot, whose states no check changes
+        return dict.fromkeys(self.signals, said.mean(-1).sigmoid())

@@ -14,7 +14,7 @@ from dflash_lightning.block import Anchored, BlockConstructor, check_layout, cou
 from dflash_lightning.conditioning import Conditioning, KVInjection
 from dflash_lightning.decoding.decoder import SpeculativeDecoder
 from dflash_lightning.decoding.types import Round, Scores, Verdict
-from dflash_lightning.drafter import Drafter
+from dflash_lightning.drafter import BlockTransformer, Drafter
 from dflash_lightning.head import DraftHead, SelectorHead
 from dflash_lightning.loss import CrossEntropy, LossTerm
 from dflash_lightning.module import DraftModule
@@ -29,6 +29,8 @@ from dflash_lightning.testing.toys import (
     toy_module,
 )
 from dflash_lightning.types import Alignment, BlockLayout, StepContext, TrainBatch
+
+_STEP = StepContext(0, 10, 0)
 
 
 def check_block(block: BlockConstructor) -> None:
@@ -54,8 +56,7 @@ def check_loss(term: LossTerm, head: DraftHead | None = None) -> None:
     module = toy_module(loss={"own": term}, head=speaking if head is None else head)
     batch = toy_batch(module)
     out, features = module.outputs(batch)
-    context = StepContext(0, 10, 0)
-    ((_, share),) = module.loss_shares(batch, out, features, context, count_slots(batch.layout)).values()
+    ((_, share),) = module.loss_shares(batch, out, features, _STEP, count_slots(batch.layout)).values()
     assert share.shape == () and bool(torch.isfinite(share)), f"numerator / denominator is {share}, no finite number"
     share.backward()
     gradients = [p.grad for p in module.draft_model.parameters() if p.grad is not None]
@@ -76,15 +77,11 @@ def _check_invalid_slots(module: DraftModule, batch: TrainBatch) -> None:
     noise = 3 * torch.randn(hidden.shape, generator=torch.Generator().manual_seed(1))
     beside = hidden.shape[2] - layout.valid.shape[2]  # rows of the context, which belong to no slot
     sound = torch.nn.functional.pad(layout.valid, (0, beside), value=True)[..., None]
+    sound[:, :, 0] |= module.terms["own"].by_block  # see _speak
     found = []
-    spoken = model.outputs(hidden, layout, lm).signals
     for states in (hidden, torch.where(sound, hidden, noise)):
         out = model.outputs(states, layout, lm)
-        if module.terms["own"].by_block:  # what is said of a block may come from any of its slots
-            out.signals = spoken
-        shares = module.loss_shares(
-            replace(batch, layout=layout), out, features, StepContext(0, 10, 0), count_slots(layout)
-        )
+        shares = module.loss_shares(replace(batch, layout=layout), out, features, _STEP, count_slots(layout))
         found.append(float(shares["own"][1]))
     same = abs(found[0] - found[1]) <= 1e-5 * max(1.0, abs(found[0]))
     assert same, f"slots that are not valid change the term: {found[0]:.6g} becomes {found[1]:.6g}"
@@ -98,7 +95,8 @@ def check_head(head: DraftHead) -> None:
 
 def check_conditioning(conditioning: Conditioning) -> None:
     """A block has the same context in training and in decoding, before the first round and after one."""
-    _check_parts(conditioning=conditioning)
+    drafter = BlockTransformer(num_layers=conditioning.draft_layers or 2, init_std=0.2)
+    _check_parts(conditioning=conditioning, drafter=drafter)
 
 
 def check_drafter(drafter: Drafter, conditioning: Conditioning | None = None) -> None:

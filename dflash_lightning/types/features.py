@@ -17,15 +17,19 @@ class FeatureSpec:
 
     ``layer_ids`` are 0-based decoder layers: id ``i`` is the *output* of decoder layer ``i`` (Hugging Face's
     ``hidden_states[i + 1]``, and never the normed last entry). ``last_hidden`` is the hidden state after the final
-    norm.
+    norm. ``kv_ids`` are layers whose own keys (rotated) and values are read.
     """
 
     layer_ids: tuple[int, ...] = ()
     last_hidden: bool = False
+    kv_ids: tuple[int, ...] = ()
 
     def __or__(self, other: FeatureSpec) -> FeatureSpec:
-        ids = tuple(sorted({*self.layer_ids, *other.layer_ids}))
-        return FeatureSpec(ids, self.last_hidden or other.last_hidden)
+        ids, kv_ids = (
+            tuple(sorted({*mine, *theirs}))
+            for mine, theirs in ((self.layer_ids, other.layer_ids), (self.kv_ids, other.kv_ids))
+        )
+        return FeatureSpec(ids, self.last_hidden or other.last_hidden, kv_ids)
 
 
 @dataclass
@@ -33,9 +37,9 @@ class TargetFeatures:
     """What is known of a run of positions: the target's states, the token there, and the token after it.
 
     ``hidden`` has one entry of dimension ``T`` per id in ``layer_ids``, in that order; ``last_hidden`` is there if it
-    was asked for. ``next_ids[b, s]`` is the token after row ``s``. Where it is not given it follows from ``ids``, with
-    0 behind the last row: only a decoding loop knows that token, and says so by ``with_next``. Features that were made
-    without tokens have neither.
+    was asked for, and so are ``keys`` and ``values``, with an entry per id in ``kv_ids``. ``next_ids[b, s]`` is the
+    token after row ``s``. Where it is not given it follows from ``ids``, with 0 behind the last row: only a decoding
+    loop knows that token, and says so by ``with_next``. Features that were made without tokens have neither.
 
     Whoever keeps, casts, cuts or moves features does it by ``map``, ``rows``, ``take`` and ``copy_``. These handle
     every tensor that is there, so that a further field needs no change anywhere else.
@@ -46,6 +50,9 @@ class TargetFeatures:
     last_hidden: Float[Tensor, "B S H"] | None = None
     ids: Int[Tensor, "B S"] | None = None
     next_ids: Int[Tensor, "B S"] | None = None
+    kv_ids: tuple[int, ...] = ()
+    keys: Float[Tensor, "B S C Hkv D"] | None = None
+    values: Float[Tensor, "B S C Hkv D"] | None = None
 
     def __post_init__(self) -> None:
         if self.next_ids is None and self.ids is not None:
@@ -61,16 +68,22 @@ class TargetFeatures:
         dtype: torch.dtype,
         last_dtype: torch.dtype | None = None,
         tokens: bool = False,
+        kv: tuple[int, int] = (0, 0),
         device: torch.device | None = None,
     ) -> TargetFeatures:
         """Room for ``shape`` [B, S] rows of what ``spec`` asks for, not initialised.
 
-        ``last_dtype`` is that of ``last_hidden``, null for ``dtype``. ``tokens`` makes room for ids too.
+        ``last_dtype`` is that of ``last_hidden``, null for ``dtype``. ``tokens`` makes room for ids too. ``kv`` are the
+        target's number of key-value heads and their size.
         """
         hidden = torch.empty(*shape, len(spec.layer_ids), width, dtype=dtype, device=device)
         last = torch.empty(*shape, width, dtype=last_dtype or dtype, device=device) if spec.last_hidden else None
         ids = torch.empty(shape, dtype=torch.long, device=device) if tokens else None
-        return cls(spec.layer_ids, hidden, last, ids)
+        keys, values = (
+            torch.empty(*shape, len(spec.kv_ids), *kv, dtype=dtype, device=device) if spec.kv_ids else None
+            for _ in range(2)
+        )
+        return cls(spec.layer_ids, hidden, last, ids, None, spec.kv_ids, keys, values)
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor that is there, by the name of its field; all of them begin with dimensions B and S."""
@@ -79,7 +92,7 @@ class TargetFeatures:
     def map(self, f: Callable[[Tensor], Tensor]) -> TargetFeatures:
         """The same record with ``f`` of every tensor that is there; their shapes [B S ..] may change together."""
         mapped: dict[str, Any] = {name: f(value) for name, value in self.tensors().items()}
-        return TargetFeatures(self.layer_ids, **mapped)
+        return TargetFeatures(self.layer_ids, kv_ids=self.kv_ids, **mapped)
 
     def in_dtype(self, dtype: torch.dtype) -> TargetFeatures:
         """The same record with every state in ``dtype``; tokens stay whole numbers.
@@ -105,6 +118,8 @@ class TargetFeatures:
             ValueError: ``other`` lacks a layer or a tensor.
         """
         given = {**other.tensors(), "hidden": other.select(self.layer_ids)}
+        if self.kv_ids:
+            given["keys"], given["values"] = other.select_kv(self.kv_ids)
         if missing := sorted(self.tensors().keys() - given.keys()):
             raise ValueError(f"features hold no {missing}, only {sorted(given)}")
         for name, mine in self.tensors().items():
@@ -119,6 +134,16 @@ class TargetFeatures:
         if missing:
             raise ValueError(f"features hold target layers {list(self.layer_ids)}, but layers {missing} were asked for")
         return self.hidden[:, :, [self.layer_ids.index(i) for i in layer_ids]]
+
+    def select_kv(self, kv_ids: tuple[int, ...]) -> tuple[Float[Tensor, "B S c Hkv D"], Float[Tensor, "B S c Hkv D"]]:
+        """Keys and values of the layers ``kv_ids``, in the order asked for."""
+        missing = [i for i in kv_ids if i not in self.kv_ids]
+        if missing or self.keys is None or self.values is None:
+            raise ValueError(f"features hold keys of layers {list(self.kv_ids)}, but those of {missing} were asked for")
+        if kv_ids == self.kv_ids:
+            return self.keys, self.values
+        places = [self.kv_ids.index(i) for i in kv_ids]
+        return self.keys[:, :, places], self.values[:, :, places]
 
     def with_next(self, keep: Int[Tensor, " B"], following: Int[Tensor, " B"]) -> TargetFeatures:
         """The same with ``following[b]`` as the token after row ``keep[b] - 1``: the root of the next round.

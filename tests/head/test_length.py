@@ -32,7 +32,6 @@ def test_it_drafts_as_the_marginals_do_and_its_guess_stays_with_itself() -> None
     roots = torch.tensor([1, 2, 3])
     scores, want = (h.open(hidden, roots, lm) for h in (head, MarginalHead()))
     assert torch.equal(scores.logits, want.logits) and scores.step is None
-    assert torch.equal(scores.signals["length"], torch.full((3,), 0.5)), "at the start it knows nothing"
     torch.nn.init.normal_(head.guess.weight)
     found = head.length(hidden)
     x = torch.cat([hidden.mean(1), hidden[:, -1]], dim=-1)

@@ -40,6 +40,9 @@ SMALL: dict[str, list[str]] = {
     "smoke": [],
     "quickstart": ["data.limit=4", "conditioning.target_layer_ids=[2,4]"],
     "dflare": [*FEW, "conditioning.num_features=4"],
+    # Weights that start at 0 keep others still in the first step.
+    "longspark": [*FEW, "data.packing=false"],
+    "retrace": [*FEW, "data.packing=false", "data.rows_per_batch=1", "conditioning.fresh=0"],
     "dfly": [*FEW, "trainer.max_epochs=4"],  # its correction begins at 0 and is not trained in the first step
     "dblast": [*FEW, "trainer.max_epochs=4"],  # categories that begin alike do not part in the first step
     "domino": [*FEW, "trainer.max_epochs=3", "head.state_size=32"],  # its correction as dfly's

@@ -34,20 +34,25 @@ class Storage:
     width: int
     dtype: torch.dtype
     exact: torch.dtype
+    kv: tuple[int, int] = (0, 0)  # key-value heads and their size
 
     @classmethod
     def of(cls, target: FrozenTarget, spec: FeatureSpec, dtype: torch.dtype) -> Storage:
         """What is kept of ``spec`` of ``target`` in ``dtype``."""
-        return cls(spec, target.facts.hidden_size, dtype, target.dtype)
+        facts = target.facts
+        return cls(spec, facts.hidden_size, dtype, target.dtype, (facts.num_kv_heads, facts.head_dim))
 
     def room(self, rows: int, positions: int) -> TargetFeatures:
         """Room for ``rows`` x ``positions`` of features, not initialised; without tokens, which documents have."""
-        return TargetFeatures.empty(self.spec, (rows, positions), self.width, dtype=self.dtype, last_dtype=self.exact)
+        return TargetFeatures.empty(
+            self.spec, (rows, positions), self.width, dtype=self.dtype, last_dtype=self.exact, kv=self.kv
+        )
 
     def bytes(self, positions: int) -> int:
         """Memory, or room on a disk, that features of so many positions take."""
         of_layers = len(self.spec.layer_ids) * self.dtype.itemsize
-        return positions * self.width * (of_layers + self.spec.last_hidden * self.exact.itemsize)
+        of_keys = 2 * len(self.spec.kv_ids) * self.kv[0] * self.kv[1] * self.dtype.itemsize
+        return positions * (self.width * (of_layers + self.spec.last_hidden * self.exact.itemsize) + of_keys)
 
 
 class FeatureCache(ABC):
@@ -131,7 +136,7 @@ def compute_features(
 
     ``advance`` hears how many positions every row had.
     """
-    spec = FeatureSpec(room.layer_ids, room.last_hidden is not None)
+    spec = FeatureSpec(room.layer_ids, room.last_hidden is not None, room.kv_ids)
     start = 0
     for first, last in rows:
         begin, end = store.offsets[first], store.offsets[last]

@@ -209,7 +209,9 @@ class DiskFeatures(FeatureCache):
         super().__init__(store, storage)
         self._shards = shards
         self._features = [
-            TargetFeatures(self.spec.layer_ids, **{name: value[None] for name, value in of_shard.items()})
+            TargetFeatures(
+                self.spec.layer_ids, kv_ids=self.spec.kv_ids, **{name: value[None] for name, value in of_shard.items()}
+            )
             for of_shard in tensors
         ]
         self._first = [shard.rows[0][0] for shard in shards]
@@ -240,6 +242,7 @@ def feature_key(
         "stored_in": str(dtype),
         "layer_ids": list(spec.layer_ids),
         "last_hidden": spec.last_hidden,
+        **({"kv_ids": list(spec.kv_ids)} if spec.kv_ids else {}),
         **({"last_hidden_in": str(target.dtype)} if spec.last_hidden else {}),
         "documents": _sha256(store.offsets.tobytes(), store.ids.tobytes()),
         "row_tokens": row_tokens,

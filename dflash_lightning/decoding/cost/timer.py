@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,7 +29,8 @@ class RoundTimer:
     """Times the stages of rounds of ``batch_size`` texts of up to ``max_length`` tokens.
 
     Tokens are arbitrary: no time depends on them. The target's cache and the proposer's context hold them afterwards,
-    and both forget them with the next batch.
+    and both forget them with the next batch. ``drafter`` tells this drafter from others of the target; ``shown`` says
+    whether a line announces the measuring.
     """
 
     target: TargetAdapter
@@ -36,6 +38,7 @@ class RoundTimer:
     batch_size: int
     max_length: int
     drafter: dict[str, Any] = field(default_factory=dict)
+    shown: bool = False
 
     @property
     def place(self) -> dict[str, Any]:
@@ -55,6 +58,8 @@ class RoundTimer:
         last = max(room, 1)
         contexts = sorted({min(_SHORTEST, last), *range(_STEP, last, _STEP), last})
         nodes = sorted({count for count in _sizes(most + 1)})
+        if self.shown:
+            print(f"timing rounds of up to {most} nodes ...", file=sys.stderr, flush=True)
         verify, draft = [], []
         for context in contexts:
             roots = self._begin(context)
