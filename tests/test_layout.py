@@ -31,7 +31,7 @@ ALLOWED = {
     "target": _TARGET,
     **{axis: _TARGET for axis in AXES},
     "model": _MODEL,
-    "decoding": _MODEL,
+    "decoding": _MODEL | {"machine"},
     "training": _MODEL,
     "data": _MODEL,
     "acceptance": _MODEL | {"decoding", "data"},
@@ -62,7 +62,8 @@ LAZY = {"__init__.py", "cli.py"}
 METHODS = [
     *("dspark", "domino", "dflare", "dfly", "dbloom", "jetspec", "xpress", "eagle", "dpace", "d_pace", "d-pace"),
     *("flexdraft", "peft_bd", "gravity", "longspark", "h_spec", "dblast", "adaflash", "specforge", "medusa"),
-    *("ddtree", "tsubame", "carryover", "carry_over", "markov", "input_fusion", "layer_mix", "target_tail", "kl_"),
+    *("ddtree", "caddtree", "bastion", "pctree", "dartree", "dominotree", "treeflash", "tsubame"),
+    *("carryover", "carry_over", "markov", "input_fusion", "layer_mix", "target_tail", "kl_"),
     *("lilicorr", "latticehead", "selectorhead", "dflash2", "conv_transformer"),
     *("forward_kl", "reverse_kl", "block_verification", "dflash_ar", "causal_transformer", "feedback_transformer"),
 ]

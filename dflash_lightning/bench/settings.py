@@ -110,7 +110,7 @@ class Measure:
 
         ``fed`` is how a method's drafter is fed: settings of ``FED``.
         """
-        cfg = load_recipe("dflash", [f"decoding={name}"])
+        cfg = load_recipe("dflash", [f"decoding={name}", "run_dir=null"])  # nothing is kept beside any run
         node = plain_tree(cfg, [])["decoding"]
         changed = {
             "max_new_tokens": self.max_new_tokens,

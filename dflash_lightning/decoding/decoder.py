@@ -11,6 +11,7 @@ from typing import Literal
 
 from dflash_lightning.decoding.builder import BestChain, DraftBuilder
 from dflash_lightning.decoding.choice import choose_strategies
+from dflash_lightning.decoding.cost import RoundTimer
 from dflash_lightning.decoding.draft_proposer import DraftProposer
 from dflash_lightning.decoding.head import make_decoding_head
 from dflash_lightning.decoding.loop import OnRound, decode_batch
@@ -93,8 +94,8 @@ class SpeculativeDecoder:
                     f"{batch_size}, but {target.facts.name} can decode {adapter.max_batch} texts at once",
                     allowed=f"Use {adapter.max_batch} or fewer",
                 )
-            own_policy = copy.deepcopy(policy)  # it may keep what it has seen
-            self.parts = DecodeParts(adapter, self.proposer, builder, verifier, sampler, own_policy)
+            builder, policy = copy.deepcopy((builder, policy))  # they may keep what they have seen
+            self.parts = DecodeParts(adapter, self.proposer, builder, verifier, sampler, policy)
             check_compatible(self.parts)
 
     def _make_proposer(self) -> Proposer:
@@ -113,6 +114,12 @@ class SpeculativeDecoder:
             prepacked=self._prepacked,
             shown=self._shown,
         )
+
+    def _timer(self) -> RoundTimer:
+        """Measures rounds of this decoder."""
+        size = 0 if self._draft is None else sum(p.numel() for p in self._draft.parameters())
+        sizes, shown = (self.batch_size, self.max_length), self._shown
+        return RoundTimer(self._adapter, self.proposer, *sizes, {"parameters": size}, shown)
 
     def reserve(self, max_length: int) -> None:
         """Make room for longer texts, where there is not enough: the drafter's buffers are made anew."""
@@ -145,6 +152,7 @@ class SpeculativeDecoder:
                 if self._compile == "auto" and not self.proposer.compiled and new_tokens > self._too_few:
                     self.proposer.compile_if_it_pays(new_tokens)
                     self._too_few = new_tokens
+                self.parts.builder.calibrate(self._timer())
 
     def decode(
         self,

@@ -2,6 +2,7 @@
 
 from dflash_lightning.head.base import DraftHead, HeadOutput
 from dflash_lightning.head.corrected import CorrectedHead
+from dflash_lightning.head.edge import EdgeHead
 from dflash_lightning.head.experts import ExpertsHead
 from dflash_lightning.head.latent import LatentHead
 from dflash_lightning.head.lattice import LatticeHead
@@ -16,6 +17,7 @@ from dflash_lightning.head.survival import SurvivalHead
 __all__ = [
     "CorrectedHead",
     "DraftHead",
+    "EdgeHead",
     "ExpertsHead",
     "HeadOutput",
     "LatentHead",

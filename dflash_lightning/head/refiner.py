@@ -41,7 +41,8 @@ class RefinerHead(DraftHead):
     """
 
     name: ClassVar[str] = "refiner"
-    initial: ClassVar[frozenset[str]] = frozenset({"init_std", "zero_readout"})
+    initial: ClassVar[frozenset[str]] = frozenset({"init_std", "zero_readout", "rounds"})
+    prefix_stable: ClassVar[bool] = False  # the mean is over all slots that are asked for
 
     def __init__(
         self,

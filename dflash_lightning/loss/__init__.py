@@ -9,6 +9,7 @@ from dflash_lightning.loss.lattice import LatticeLoss
 from dflash_lightning.loss.length import LengthLoss
 from dflash_lightning.loss.on_policy import OnPolicyLoss
 from dflash_lightning.loss.product import ProductLoss
+from dflash_lightning.loss.reach import ReachLoss
 from dflash_lightning.loss.refined import RefinedLoss
 from dflash_lightning.loss.selector import CandidateCrossEntropy
 from dflash_lightning.loss.stepped import SteppedCrossEntropy
@@ -28,6 +29,7 @@ __all__ = [
     "LossTerm",
     "OnPolicyLoss",
     "ProductLoss",
+    "ReachLoss",
     "RefinedLoss",
     "SlotwiseLoss",
     "SteppedCrossEntropy",

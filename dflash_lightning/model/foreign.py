@@ -9,20 +9,18 @@ from typing import Any
 
 from dflash_lightning.draft_config import FIELDS, NESTED, DraftConfig, lift_settings
 from dflash_lightning.layer_ids import spaced_layer_ids
-from dflash_lightning.model.foreign_parts import KEYS, PROJECTOR, parts_of
+from dflash_lightning.model.foreign_parts import KEYS, PROJECTOR, PURE, REFINER, SHIFT, parts_of
 
 # Settings that belong to a method whose drafters cannot be run here, and tensors by which they show without them.
 _SETTINGS_OF = {
     PROJECTOR: "{}",
-    "shift_label": "Domino",
-    "pure_draft_prefix_len": "Domino",
+    SHIFT: "Domino",
+    PURE: "Domino",
     "markov_rank": "DSpark",
 }
 _TENSORS_OF = {
     "markov_head": "DSpark",
     "confidence_head": "DSpark",
-    "prefix_gru.": "Domino",
-    "embed_proj.": "Domino",
 }
 # What a nested block may hold besides the fields of ``DraftConfig``; the functions below read it.
 _NESTED_TOO = {"causal", "input_embedding_scale", "output_multiplier", "final_logit_softcapping", *_SETTINGS_OF, *KEYS}
@@ -32,6 +30,9 @@ _PARTS_OF = {
     "attention_conv.": "DFlash 2",
     "mlp_conv.": "DFlash 2",
     "lilicorr.": "LiLiCorr",
+    "prefix_gru.": "Domino",
+    "embed_proj.": "Domino",
+    "refiner_head.": "xPress",
 }
 _FIELDS = FIELDS - {"components", "target"}
 _SPECIAL = {"bos_token_id", "eos_token_id", "pad_token_id"}
@@ -55,9 +56,17 @@ class ForeignFormat:
 OURS = ForeignFormat("dflash_lightning")
 # z-lab's module keeps the codebooks as embeddings; its released files name them without ``.weight``, or with it.
 _CODEBOOKS = tuple(f"candidate_selector.{side}_codebook" for side in ("predecessor", "successor"))
-ZLAB = ForeignFormat("z-lab", renamed={f"{name}.weight": name for name in _CODEBOOKS})
+_DOMINO = {  # SpecForge's names
+    "prefix_gru.weight_ih_l0": "memory.read.weight",
+    "prefix_gru.weight_hh_l0": "memory.keep.weight",
+    "embed_proj.0.": "narrow.",
+    "embed_proj.2.": "following.",
+}
+_REFINER = ("token_embed", "down_h", "down_g", "in_proj", "mlp_gate", "mlp_up", "mlp_down", "readout")
+ZLAB = ForeignFormat("z-lab", renamed={f"{name}.weight": name for name in _CODEBOOKS} | _DOMINO)
 SPECULATORS = ForeignFormat(
     "speculators",
+    renamed={f"refiner_head.{name}.": f"{name}." for name in _REFINER} | {"refiner_head.mix_l": "mix"},
     copies=("embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight", "verifier_norm.weight"),
     maps_vocabulary=True,
 )
@@ -87,6 +96,8 @@ def adopt_settings(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
     _refuse_other_layer_ids(raw, settings["target_layer_ids"], where)
     _refuse_last_layer(settings, where)
     _warn_unknown(raw)
+    if settings.get(PROJECTOR) == "domino":
+        settings["label_layout"] = "anchor_first" if settings.get(SHIFT) else "same_position"
     kept = {key: value for key, value in settings.items() if key in _FIELDS | _SPECIAL and value is not None}
     if source is not ZLAB:  # a format that has no field for it
         kept.setdefault("num_target_layers", None)
@@ -125,22 +136,22 @@ def explain_tensors(names: Iterable[str]) -> str:
 
 
 def _refuse_methods(raw: Mapping[str, Any], settings: Mapping[str, Any], where: str) -> None:
-    kind = raw.get("speculators_model_type", "dflash")
-    found = [] if kind == "dflash" else [(f"speculators_model_type={kind!r}", kind)]
+    kind, domino = raw.get("speculators_model_type", "dflash"), settings.get(PROJECTOR) == "domino"
+    found = [] if kind in ("dflash", "xpress") else [(f"speculators_model_type={kind!r}", kind)]
     found += [
         (f"architectures={raw['architectures']}", name.removesuffix("DraftModel"))
         for name in raw.get("architectures") or ()
-        if name in ("DSparkDraftModel", "DominoDraftModel")
+        if name == "DSparkDraftModel"
     ]
     for key, method in _SETTINGS_OF.items():
         value = settings.get(key)
-        if value and value not in ("dflash", "lilicorr"):
+        if value and value not in ("dflash", "lilicorr", "domino") and not (domino and key in (SHIFT, PURE)):
             found.append((f"{key}={value!r}", method.format(value)))
     if found:
         stated, method = found[0]
         raise ValueError(
             f"{where}: this is a drafter of {method} (config.json states {stated}), which is not supported; only "
-            "DFlash's plain drafter, DFlash 2 and LiLiCorr are. Nothing was loaded."
+            "DFlash's plain drafter, DFlash 2, LiLiCorr, Domino and xPress are. Nothing was loaded."
         )
 
 
@@ -279,6 +290,7 @@ def _of_speculators(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
     named = {"name": verifier["name_or_path"]} if verifier.get("name_or_path") else {}
     settings["target"] = {**named, **(raw.get("target") or {})}
     settings["chat_template_kwargs"] = raw.get("chat_template_kwargs")
+    settings |= {key: raw[key] for key in (*REFINER, "architectures") if key in raw}
     return settings
 
 

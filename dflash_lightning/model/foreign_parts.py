@@ -1,6 +1,7 @@
 """Settings of other programs' files that name parts besides the plain ones, in both directions.
 
-DFlash 2 and LiLiCorr have one spelling in all programs that were read (MH 1.6, 2.1): keys of ``dflash_config``.
+DFlash 2 and LiLiCorr have one spelling in all programs that were read (MH 1.6, 2.1): keys of ``dflash_config``. There
+stand SpecForge's keys of Domino, too; those of speculators' xPress are flat. Drafters of these two are only read.
 """
 
 from __future__ import annotations
@@ -20,9 +21,17 @@ LATTICE = {
     "lilicorr_vector_eps": "vector_eps",
     "lilicorr_logit_scale": "logit_scale",
 }
+PREFIX = {"gru_hidden_dim": "state_size", "emb_dim": "rank"}
+REFINER = {"xpress_rank": "rank", "xpress_mlp_ratio": "expansion", "num_jacobi_passes": "passes"}
 PROJECTOR, ENABLED = "projector_type", "lilicorr_enabled"
-KEYS = {*CONVOLUTION, *SELECTOR, *LATTICE, PROJECTOR, ENABLED}
-_ARCHITECTURES = {"DFlash2DraftModel": SELECTOR, "LiLiCorrDraftModel": LATTICE}
+SHIFT, PURE = "shift_label", "pure_draft_prefix_len"  # of Domino: blocks that all predict, slots that are not corrected
+KEYS = {*CONVOLUTION, *SELECTOR, *LATTICE, *PREFIX, PROJECTOR, ENABLED, SHIFT, PURE}
+_ARCHITECTURES = {
+    "DFlash2DraftModel": ("selector", SELECTOR),
+    "LiLiCorrDraftModel": ("lattice", LATTICE),
+    "DominoDraftModel": ("prefix", PREFIX),
+    "XPressDraftModel": ("refiner", REFINER),
+}
 
 
 def parts_of(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -33,16 +42,20 @@ def parts_of(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
     """
     convolution = _some(settings, CONVOLUTION, where)
     drafter = {"num_layers": settings.get("num_hidden_layers", 0)} | (convolution or {})
-    selector, lattice = _some(settings, SELECTOR, where), _lattice(settings, where)
-    if selector is not None and lattice is not None:
-        raise ValueError(f"{where}: config.json states {[*SELECTOR]} and {[*LATTICE]}: one drafter has one head.")
-    for name in settings.get("architectures") or ():
-        keys = _ARCHITECTURES.get(name)
-        if keys is not None and (selector if keys is SELECTOR else lattice) is None:
-            raise ValueError(f"{where}: config.json states the architecture {name} and none of {[*keys]}.")
-    head = ("marginal", {}) if selector is None else ("selector", selector)
-    if lattice is not None:
-        head = ("lattice", lattice)
+    heads = {
+        "selector": _some(settings, SELECTOR, where),
+        "lattice": _lattice(settings, where),
+        "prefix": _prefix(settings, where),
+        "refiner": _refiner(settings, where),
+    }
+    found = {name: own for name, own in heads.items() if own is not None}
+    if len(found) > 1:
+        raise ValueError(f"{where}: config.json states settings of {' and '.join(found)}: one drafter has one head.")
+    for architecture in settings.get("architectures") or ():
+        name, keys = _ARCHITECTURES.get(architecture, ("", {}))
+        if name and name not in found:
+            raise ValueError(f"{where}: config.json states the architecture {architecture} and none of {[*keys]}.")
+    head = next(iter(found.items()), ("marginal", {}))
     return {
         "drafter": {"name": "block_transformer" if convolution is None else "conv_transformer", "settings": drafter},
         "head": {"name": head[0], "settings": head[1]},
@@ -70,6 +83,25 @@ def _lattice(settings: Mapping[str, Any], where: str) -> dict[str, Any] | None:
     if on and found is None:
         raise ValueError(f"{where}: config.json asks for LiLiCorr's head and states none of {[*LATTICE]}.")
     return None if found is None else found | {"hidden_size": found["hidden_size"] or None}
+
+
+def _prefix(settings: Mapping[str, Any], where: str) -> dict[str, Any] | None:
+    if settings.get(PROJECTOR) != "domino":
+        return None
+    found = _some(settings, PREFIX, where)
+    if found is None:
+        raise ValueError(f"{where}: config.json asks for Domino's head and states none of {[*PREFIX]}.")
+    return found | {"pure_slots": settings.get(PURE) or 0}
+
+
+def _refiner(settings: Mapping[str, Any], where: str) -> dict[str, Any] | None:
+    found = _some(settings, REFINER, where)
+    if found is not None and settings.get("label_layout") != "anchor_first":
+        raise ValueError(
+            f"{where}: this is an xPress drafter whose refiner also counts the anchor's slot (sample_from_anchor is "
+            "false), which the one here does not. Nothing was loaded."
+        )
+    return found
 
 
 def _some(settings: Mapping[str, Any], keys: Mapping[str, str], where: str) -> dict[str, Any] | None:

@@ -165,7 +165,7 @@ def text_cache(num_layers: int) -> Cache:
 
 
 def keys_and_values(
-    layers: Sequence[CacheLayerMixin], ids: Sequence[int], rows: Int[Tensor, "B W"] | None = None
+    layers: Sequence[Any], ids: Sequence[int], rows: Int[Tensor, "B W"] | None = None
 ) -> tuple[Float[Tensor, "B W C Hkv D"], Float[Tensor, "B W C Hkv D"]]:
     """What layers ``ids`` of a cache hold, stacked in this order; ``rows`` null: all rows."""
 

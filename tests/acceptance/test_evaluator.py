@@ -15,8 +15,8 @@ from dflash_lightning.conditioning import Carryover, InputFusion, KVInjection, T
 from dflash_lightning.decoding import DecodingSettings
 from dflash_lightning.decoding.builder import BestFirstTree
 from dflash_lightning.decoding.policy import ConfidencePolicy
-from dflash_lightning.drafter import BlockTransformer, CausalTransformer, FeedbackTransformer
-from dflash_lightning.head import MarginalHead, MarkovHead
+from dflash_lightning.drafter import BlockTransformer, CausalTransformer, ConvTransformer, FeedbackTransformer
+from dflash_lightning.head import LatticeHead, MarginalHead, MarkovHead, SelectorHead
 from dflash_lightning.model import DraftModel, make_draft_config
 from dflash_lightning.ops.lm_head import LabelLogProb
 from dflash_lightning.target import FrozenTarget
@@ -80,8 +80,9 @@ def taught(target: FrozenTarget, draft: DraftModel, documents: list[Document], s
         places = torch.arange(len(document.input_ids))[None]
         features = target.features(document.input_ids[None], places, draft.required())
         hidden = draft.block_hidden(target.embed(layout.input_ids), layout, features, places, lm)
-        view = draft.outputs(hidden, dataclasses.replace(layout, rows=layout.valid.flatten().nonzero()[:, 0]), lm)
-        loss = -view.views["main"].ask(LabelLogProb(layout.labels))[0].sum() / layout.valid.sum()
+        out = draft.outputs(hidden, dataclasses.replace(layout, rows=layout.valid.flatten().nonzero()[:, 0]), lm)
+        found = [view.ask(LabelLogProb(layout.labels))[0].clamp(min=-50.0) for view in out.views.values()]
+        loss = -torch.where(layout.valid, torch.stack(found), 0.0).sum() / layout.valid.sum()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -116,6 +117,11 @@ KINDS = {
     "dspark-recurrent": {
         "head": MarkovHead(rank=8, variant="recurrent"),
         "block": Anchored(block_size=4, label_layout="anchor_first"),
+    },
+    "lilicorr": {"head": LatticeHead(candidates=4, hidden_size=8, num_heads=2, factor_dim=8, init_std=0.3)},
+    "dflash2": {
+        "head": SelectorHead(candidates=4, rank=8),
+        "drafter": ConvTransformer(num_layers=1, init_std=0.2, group_size=8),
     },
     "reduced": {"vocabulary": list(range(0, 272, 2))},
     "input fusion": {"conditioning": InputFusion(target_layer_ids=[1, 3])},

@@ -10,9 +10,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from dflash_lightning.decoding.builder import BestChain, BestFirstTree, DraftBuilder, SampledChain, SampledTree
+from dflash_lightning.decoding.builder import (
+    BestChain,
+    BestFirstTree,
+    CostTree,
+    DraftBuilder,
+    LayerTree,
+    ReachTree,
+    SampledChain,
+    SampledTree,
+    TableTree,
+)
 from dflash_lightning.decoding.builder.grow import grow
 from dflash_lightning.decoding.choice import named_part
+from dflash_lightning.decoding.cost import CostTable
 from dflash_lightning.decoding.decoder import SpeculativeDecoder
 from dflash_lightning.decoding.law import Law
 from dflash_lightning.decoding.loop import decode_batch
@@ -321,7 +332,21 @@ def decode(table_target, scripted_proposer, make_parts) -> Callable[..., tuple[l
     return run
 
 
+def priced(seconds: list[float]) -> CostTree:
+    """A tree of up to 8 nodes; ``seconds`` to judge one token and nine."""
+    builder = CostTree(max_budget=8)
+    builder.table = CostTable((1, 9), (0,), (tuple(seconds),), (1.0,))
+    return builder
+
+
 TREES = [BestFirstTree(budget=8), SampledTree(branching=[2, 2]), SampledTree(budget=6)]
+# Of as many nodes as a round is worth, or as are likely enough: rounds differ.
+NEWER = [
+    priced([10.0, 20.0]),
+    ReachTree(budget=9, branch=3, threshold=0.05),
+    LayerTree(budget=8, width=3, branch=3, pool_all=True),
+    TableTree(budget=8, parents=3, branch=3),
+]
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "top_k": 6, "seed": 3}], ids=["greedy", "sampling"])
@@ -329,7 +354,7 @@ def test_matched_trees_write_what_plain_decoding_writes(decode, sampling: dict) 
     """Token for token, with keyed noise above temperature 0; ragged prompts, ended rows, stop tokens inside a path."""
     plain, _ = decode(**sampling)
     _, chain = decode(BestChain(), **sampling)
-    for builder in TREES:
+    for builder in [*TREES, *NEWER]:
         texts, stats = decode(builder, **sampling)
         assert texts == plain, builder.settings()
         assert all(stats.histogram[:3])
@@ -339,7 +364,7 @@ def test_matched_trees_write_what_plain_decoding_writes(decode, sampling: dict) 
     stop = plain[0][-1], plain[1][12]
     ended, _ = decode(stop_ids=stop, **sampling)
     assert len({len(text) for text in ended}) > 1
-    for builder in TREES:
+    for builder in [*TREES, *NEWER]:
         assert decode(builder, stop_ids=stop, **sampling)[0] == ended
 
 
@@ -353,9 +378,16 @@ class Width(WidthPolicy):
         return torch.full_like(where.requests, where.index % 4)
 
 
+def test_rounds_without_a_draft_are_plain_rounds(decode) -> None:
+    """Where no node is worth its time, also with a policy that cuts."""
+    for policy in (None, Width()):
+        texts, stats = decode(priced([1.0, 1e6]), policy=policy)
+        assert texts == decode()[0] and stats.tau == 1.0 and stats.drafted == 0
+
+
 def test_cut_trees_write_what_plain_decoding_writes(decode) -> None:
     plain, _ = decode()
-    for builder in TREES:
+    for builder in [*TREES, *NEWER]:
         texts, stats = decode(builder, policy=Width())
         assert texts == plain and stats.histogram
 

@@ -17,7 +17,7 @@ from dflash_lightning.module import DraftModule
 from dflash_lightning.ops.context import ContextState, KVSource
 from dflash_lightning.ops.rotary import make_rotation
 from dflash_lightning.recipe import load_recipe
-from dflash_lightning.testing import check_drafter, toy_batch, toy_document, toy_module
+from dflash_lightning.testing import toy_batch, toy_document, toy_module
 from dflash_lightning.types import BlockLayout, TargetFeatures
 
 SLOTS = 5
@@ -151,24 +151,23 @@ def counted(function: Any, calls: list[int]) -> Any:
 
 def test_masks_cost_one_forward_for_a_block_and_tokens_one_for_each_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each as it was trained; the text is the target's own in both cases."""
-    check_drafter(BlockTransformer(num_layers=2, init_std=0.2, is_causal=True))
     texts = []
     for build, runs in ((causal, 1), (sequential, SLOTS)):
         module, calls = build(), list[int]()
-        settings = DecodingSettings(max_new_tokens=12, batch_size=2, compile=False, prepacked=False)
+        settings = DecodingSettings(max_new_tokens=7, batch_size=2, compile=False, prepacked=False)
         decoder = settings.make_decoder(module.target, module.draft_model.eval(), longest_prompt=3)
         step = decoder.parts.proposer
         decoder.warm_up()
         layer = decoder.parts.proposer.model.drafter.layers[0]  # type: ignore[attr-defined]
         for name in ("forward", "step"):
             monkeypatch.setattr(layer, name, counted(getattr(layer, name), calls))
-        found = decoder.decode([[1, 2, 3], [4, 5]], max_new_tokens=12, stop_ids=())
+        found = decoder.decode([[1, 2, 3], [4, 5]], max_new_tokens=7, stop_ids=())
         assert step.num_drafts == (SLOTS - 1 if runs == 1 else SLOTS)
         texts.append([g.output_ids for g in found.generations])
         assert len(calls) == runs * found.stats.cycles
-    plain = DecodingSettings(max_new_tokens=12, batch_size=2, compile=False, prepacked=False)
+    plain = DecodingSettings(max_new_tokens=7, batch_size=2, compile=False, prepacked=False)
     own = plain.make_decoder(module.target, None, longest_prompt=3)
-    expected = own.decode([[1, 2, 3], [4, 5]], max_new_tokens=12, stop_ids=()).generations
+    expected = own.decode([[1, 2, 3], [4, 5]], max_new_tokens=7, stop_ids=()).generations
     assert texts[0] == texts[1] == [g.output_ids for g in expected]
 
 

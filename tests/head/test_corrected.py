@@ -138,9 +138,9 @@ def test_it_decodes_losslessly_and_no_format_holds_it(tiny_target: Any) -> None:
     )
     draft = DraftModel(config).eval()
     torch.nn.init.normal_(draft.head.down.weight, std=0.3)
-    prompts, fixed = [[72, 101, 108], [10, 11]], {"max_new_tokens": 12, "compile": False}
+    prompts, fixed = [[72, 101, 108], [10, 11]], {"max_new_tokens": 8, "compile": False}
     texts = [
-        [g.output_ids for g in decoder.decode(prompts, max_new_tokens=12, stop_ids=()).generations]
+        [g.output_ids for g in decoder.decode(prompts, max_new_tokens=8, stop_ids=()).generations]
         for decoder in (
             DecodingSettings(**fixed, policy=policy).make_decoder(tiny_target, model, longest_prompt=3)
             for model, policy in ((draft, None), (draft, SharedBudget(costs=[1, 1.2, 1.5, 2])), (None, None))

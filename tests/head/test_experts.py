@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from dflash_lightning.block import Anchored
 from dflash_lightning.conditioning import KVInjection
+from dflash_lightning.data.read.store import DocumentStore
 from dflash_lightning.drafter import BlockTransformer
 from dflash_lightning.export.formats import FORMATS
 from dflash_lightning.head import ExpertsHead
@@ -110,6 +113,27 @@ def test_expert_and_drafter_are_each_trained_as_if_alone() -> None:
         module.loss_shares(batch, out, features, context, batch.window_totals)[name][1].backward()
         reached = {key for key, p in model.named_parameters() if p.grad is not None and bool((p.grad != 0).any())}
         assert reached == {key for key, _ in model.named_parameters() if key.partition(".")[0] in parts}
+
+
+def test_the_prior_counts_the_labels_of_the_training_rows() -> None:
+    """Prompts do not count. The module asks the data before training begins."""
+    store = DocumentStore(
+        np.array([0, 6]), np.array([7, 7, 5, 5, 9, 5], dtype=np.int32), np.array([0, 0, 1, 1, 1, 0], dtype=np.bool_)
+    )
+    assert store.used_ids(labels_only=True) == {5: 2, 9: 1} and store.used_ids() == {5: 3, 7: 2, 9: 1}
+    data = SimpleNamespace(
+        used_ids=store.used_ids,
+        label_counts=lambda: store.used_ids(labels_only=True),
+        chat_template_kwargs={},
+        summary=SimpleNamespace(why_not_samples=None, labels="data"),
+        feature_products=None,
+        bind=lambda *_: None,
+    )
+    module = toy_module(head=small())
+    assert not bool(module.draft_model.head.log_prior.any()), "nobody was asked"
+    module.prepare(data)
+    prior = module.draft_model.head.log_prior.exp()
+    assert prior.sum() == pytest.approx(1.0) and prior[[5, 9, 7]].tolist() == pytest.approx([3 / 35, 2 / 35, 1 / 35])
 
 
 def test_the_divisor_of_the_local_term_is_the_number_of_slots() -> None:

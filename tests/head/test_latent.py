@@ -197,9 +197,9 @@ def test_it_decodes_losslessly_and_no_format_holds_it(tiny_target: Any) -> None:
     )
     draft = DraftModel(config).eval()
     torch.nn.init.normal_(draft.head.down.weight, std=0.3)
-    settings = DecodingSettings(max_new_tokens=12, compile=False)
+    settings = DecodingSettings(max_new_tokens=8, compile=False)
     texts = [
-        [g.output_ids for g in decoder.decode([[72, 101], [10, 11, 12]], max_new_tokens=12, stop_ids=()).generations]
+        [g.output_ids for g in decoder.decode([[72, 101], [10, 11, 12]], max_new_tokens=8, stop_ids=()).generations]
         for decoder in (settings.make_decoder(tiny_target, model, longest_prompt=3) for model in (draft, None))
     ]
     assert texts[0] == texts[1]

@@ -244,6 +244,64 @@ def test_the_confidence_is_least_wrong_where_it_is_the_chance_of_acceptance(make
     assert torch.isfinite(loss) and bool(torch.isfinite(certain.grad).all())
 
 
+def test_a_trained_confidence_is_the_chance_of_acceptance_on_drafts_it_has_not_seen(make_layout: Any) -> None:
+    """Calibrated: where it says c, the share c of drafts stands. One that reads the next slot's token instead is not.
+
+    The target writes a token that is never drafted, the more often the smaller the first feature of a slot is, and by
+    the token before; else it writes what the draft's law says. So the chance of acceptance is known, and within reach.
+    """
+    size, width, blocks = 6, 6, 600
+    generator = torch.Generator().manual_seed(0)
+    head = MarkovHead(rank=6, confidence=True, detach_confidence=True)
+    head.build(DraftConfig(hidden_size=width, vocab_size=size, mask_token_id=0))
+    for parameter in head.parameters():
+        parameter.data = 0.7 * torch.randn(parameter.shape, generator=generator)
+    never = torch.nn.functional.one_hot(torch.tensor(size - 1), size) * -40.0
+    lm, term = LanguageHead(torch.randn(size, width, generator=generator), never), ConfidenceLoss()
+    by_token = 1.5 * torch.randn(size, generator=generator)
+
+    def world() -> tuple[torch.Tensor, BlockLayout, Teacher]:
+        yes = torch.ones(1, blocks, 3, dtype=torch.bool)
+        before = torch.randint(size, (1, blocks, 3), generator=generator)
+        layout = replace(
+            make_layout([[5] * blocks], block_size=3),
+            **{"predicts": yes, "scored": yes, "valid": yes, "prev_ids": before},
+            **{"label_index": torch.arange(3 * blocks).view(1, blocks, 3) + 1, "rows": torch.arange(3 * blocks)},
+        )
+        hidden = torch.randn(1, blocks, 3, width, generator=generator)
+        with torch.no_grad():
+            draft = (lm.logits(hidden) + head.following(head.previous(before))).softmax(-1)
+        chance = (1.5 * hidden[..., :1] + by_token[before][..., None]).sigmoid()
+        target = (chance * draft + (1 - chance) * (never < 0)).clamp(min=1e-30).log()
+        return hidden, layout, Teacher(target.view(1, -1, size), layout, LanguageHead(torch.eye(size)))
+
+    def gap(shift: int) -> tuple[float, float]:
+        """The largest distance of confidence and chance over quarters of the drafts, and how far these are apart."""
+        hidden, layout, teacher = world()
+        seen = replace(layout, prev_ids=layout.prev_ids.roll(-shift, 2))
+        with torch.no_grad():
+            said = head.outputs(hidden, seen, lm).signals["confidence"].flatten()
+            (stands,) = head.outputs(hidden, layout, lm).views["main"].ask(Overlap(teacher))
+        order = said.argsort()
+        pairs = [(float(said[part].mean()), float(stands.flatten()[part].mean())) for part in order.chunk(4)]
+        return max(abs(c - p) for c, p in pairs), pairs[-1][1] - pairs[0][1]
+
+    untrained, _ = gap(0)
+    hidden, layout, teacher = world()
+    optimizer = torch.optim.LBFGS(head.certainty.parameters(), max_iter=40, line_search_fn="strong_wolfe")
+
+    def loss() -> torch.Tensor:
+        optimizer.zero_grad()
+        value = term.numerator(head.outputs(hidden, layout, lm), layout, teacher, CTX) / (3 * blocks)
+        value.backward()
+        return value
+
+    optimizer.step(loss)
+    trained, apart = gap(0)
+    assert trained < 0.05 < 0.15 < untrained and apart > 0.3, (untrained, trained, apart)
+    assert gap(1)[0] > 0.1
+
+
 def test_signals_are_offered_and_trained_or_refused() -> None:
     """Before weights are loaded; one that nobody trains would cut drafts at random."""
     terms = {"ce": CrossEntropy(), "confidence": ConfidenceLoss()}

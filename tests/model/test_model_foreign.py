@@ -268,7 +268,8 @@ def test_half_of_dflash_2_is_refused_by_name(tiny_target, make_draft, write, spe
     ("layout", "change", "message"),
     [
         (nested, {"architectures": ["DFlash2DraftModel"]}, "the architecture DFlash2DraftModel and none of"),
-        (flat, {"dflash_config": {"projector_type": "domino"}}, "drafter of domino"),
+        (nested, {"projector_type": "domino"}, "asks for Domino's head and states none of"),
+        (flat, {"shift_label": True}, "drafter of Domino"),
         (speculators, {"speculators_model_type": "eagle3"}, "drafter of eagle3"),
         (speculators, {"speculators_model_type": "dflash2"}, "drafter of dflash2"),
         (speculators, {"aux_hidden_state_layer_ids": None}, "states no target_layer_ids"),
@@ -292,6 +293,49 @@ def test_what_cannot_be_run_right_is_refused_by_name(tiny_target, make_draft, wr
     draft = make_draft(tiny_target)
     with pytest.raises(ValueError, match=message):
         load_draft(write(draft, layout(draft) | change))
+
+
+def test_heads_of_other_programs_are_read_with_their_settings(tiny_target, make_draft, write):
+    """Domino as SpecForge saves it, in both layouts, and xPress as speculators does; the names are their classes'."""
+    draft, numbers = make_draft(tiny_target), torch.Generator().manual_seed(2)
+
+    def tensors(**shapes):
+        return {name.replace("__", "."): torch.randn(*shape, generator=numbers) for name, shape in shapes.items()}
+
+    gru = tensors(prefix_gru__weight_ih_l0=(30, 32), prefix_gru__weight_hh_l0=(30, 10))
+    own = gru | tensors(embed_proj__0__weight=(6, 42), embed_proj__2__weight=(272, 6))
+    for shift, layout in ((True, "anchor_first"), (False, "same_position")):
+        stated = {"projector_type": "domino", "gru_hidden_dim": 10, "emb_dim": 6, "pure_draft_prefix_len": 2}
+        raw = flat(draft)
+        raw["dflash_config"] |= stated | {"shift_label": shift}
+        head = (found := load_draft(write(draft, raw | {"architectures": ["DominoDraftModel"]}, **own))).head
+        assert (head.name, head.state_size, head.rank, head.pure_slots) == ("prefix", 10, 6, 2)
+        assert found.config.label_layout == layout
+        assert torch.equal(head.memory.keep.weight, own["prefix_gru.weight_hh_l0"])
+        assert torch.equal(head.following.weight, own["embed_proj.2.weight"])
+    with pytest.raises(ValueError, match="They belong to a drafter of Domino, of which the settings say nothing"):
+        load_draft(write(draft, flat(draft), **own))
+
+    gone = dict.fromkeys(own)
+    refiner = tensors(
+        mix_l=(6, 4, 4),
+        token_embed__weight=(272, 6),
+        down_h__weight=(6, 32),
+        down_g__weight=(6, 32),
+        in_proj__weight=(6, 18),
+        mlp_gate__weight=(12, 6),
+        mlp_up__weight=(12, 6),
+        mlp_down__weight=(6, 12),
+        readout__weight=(272, 6),
+    )
+    refiner = {f"refiner_head.{name}": value for name, value in refiner.items()}
+    stated = {"speculators_model_type": "xpress", "architectures": ["XPressDraftModel"]}
+    stated |= {"xpress_rank": 6, "xpress_mlp_ratio": 2, "num_jacobi_passes": 5, "sample_from_anchor": True}
+    found = load_draft(write(draft, speculators(draft) | stated, **gone, **refiner))
+    assert (found.head.name, found.head.rank, found.head.expansion, found.head.passes) == ("refiner", 6, 2, 5)
+    assert torch.equal(found.head.mix, refiner["refiner_head.mix_l"]) and found.config.label_layout == "anchor_first"
+    with pytest.raises(ValueError, match="whose refiner also counts the anchor's slot"):
+        load_draft(write(draft, speculators(draft) | stated | {"sample_from_anchor": False}, **refiner))
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0}

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
+from dflash_lightning.bench import Measure
 from dflash_lightning.callbacks import SpeculativeEval
 from dflash_lightning.cli import _parse
 from dflash_lightning.commands.ready import decoding_of
@@ -65,6 +66,15 @@ def test_parts_are_named_or_written_out() -> None:
     assert isinstance(decoding_of(parsed(*EVALUATE, "decoding=block_verification")).verifier, BlockVerifier)
     assert decoding_of(parsed(*report, "decoding=confidence")).policy.threshold == 0.5
     assert decoding_of(parsed(*EVALUATE, "decoding=sampled_tree")).builder.budget == 16
+
+
+def test_costs_are_kept_with_a_run_where_there_is_one() -> None:
+    """In its recipe; not where a drafter is evaluated anywhere, nor by a bench, which measures many runs alike."""
+    assert load_recipe("smoke", ["decoding=caddtree", "run_dir=runs/mine"]).decoding.builder.folder == "runs/mine"
+    assert decoding_of(parsed(*EVALUATE, "decoding=cast")).builder.folder is None
+    chosen = decoding_of(parsed(*EVALUATE, "decoding=bastion", "decoding.builder.folder=here"))
+    assert chosen.builder.folder == "here"
+    assert Measure(prompts={"a": "b"}, decodings=["caddtree"]).decoding("caddtree").builder.folder is None
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,8 @@ from typing import Any, Literal
 import pytest
 from omegaconf import OmegaConf
 
+from dflash_lightning.drafter import ConvTransformer
+from dflash_lightning.head import LatticeHead
 from dflash_lightning.recipe import RecipeError, build_recipe, check_recipe, data_files, load_recipe, recipe_text
 from dflash_lightning.recipe.folders import group_options, recipe_names, recipes_folder, summary_of
 from dflash_lightning.recipe.hints import advice, conform, describe, fits
@@ -134,6 +136,36 @@ def test_published_settings_of_the_markov_head() -> None:
     assert {term.decay for term in cfg.loss.values()} == {4.0}
     assert (cfg.optim.lr, cfg.trainer.max_epochs, cfg.data.max_length) == (6e-4, 10, 4096)
     assert cfg.optim.get("weight_decay", 0.0) == 0.0
+
+
+def test_published_settings_of_the_walk_through_candidates() -> None:
+    """MH 1.5: Qwen3-8B, blocks of 16, 8 candidates, the network's sizes, the base recipe's weights."""
+    cfg = load_recipe("lilicorr", ["target=qwen3_8b"])
+    head, loss = LatticeHead(**{k: v for k, v in cfg.head.items() if k != "_target_"}), cfg.loss
+    assert (cfg.block.block_size, cfg.block.num_anchors, cfg.drafter.num_layers) == (16, 512, 5)
+    assert (head.candidates, head.hidden_size, head.num_layers, head.num_heads) == (8, 1024, 2, 8)
+    assert (head.mlp_ratio, head.factor_dim, head.logit_scale, head.vector_eps) == (2.0, 1024, 8.0, 1e-4)
+    assert (loss.cross_entropy.view, loss.cross_entropy.decay) == ("base", 7.0)
+    assert (loss.lattice.cross_entropy, loss.lattice.penalty, loss.lattice.get("hinge", 0.0)) == (0.25, 0.25, 0.0)
+    assert (cfg.optim.lr, cfg.optim.warmup_fraction, cfg.trainer.max_epochs, cfg.data.max_length) == (
+        6e-4,
+        0.04,
+        6,
+        3072,
+    )
+    assert cfg.optim.get("weight_decay", 0.0) == 0.0 and cfg.trainer.gradient_clip_val == 1.0
+
+
+def test_published_settings_of_the_selector() -> None:
+    """MT 3.4 d, MH 2.1: blocks of 8, 5 layers, kernels of 2 over groups of 16, 16 candidates, rank 256."""
+    cfg = load_recipe("dflash2")
+    drafter = ConvTransformer(**{k: v for k, v in cfg.drafter.items() if k != "_target_"})
+    assert (cfg.block.block_size, drafter.num_layers, drafter.is_causal) == (8, 5, False)
+    assert (drafter.kernel_size, drafter.group_size, drafter.projection_std) == (2, 16, 0.0)
+    assert (cfg.head.candidates, cfg.head.rank) == (16, 256)
+    selected = cfg.loss.candidate_cross_entropy
+    assert (selected.missing, selected.divide, selected.get("coefficient", 1.0)) == ("drop", "covered", 1.0)
+    assert (cfg.optim.lr, list(cfg.optim.betas), cfg.block.num_anchors) == (6e-4, [0.9, 0.95], 256)
 
 
 # -- loading ----------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from dflash_lightning.component import Component
+from dflash_lightning.decoding.cost import RoundTimer
 from dflash_lightning.decoding.law import Law
 from dflash_lightning.decoding.sampling import Sampler
 from dflash_lightning.decoding.types import Draft, Drawn, Round, Scores
@@ -37,5 +38,11 @@ class DraftBuilder(Component, ABC, axis=True):
         return None
 
     def num_nodes(self, num_drafts: int) -> int:
-        """Nodes besides the root, where the drafter offers ``num_drafts`` slots; a chain has one per slot."""
+        """Nodes besides the root at most, where the drafter offers ``num_drafts`` slots; a chain has one per slot."""
         return num_drafts
+
+    def calibrate(self, timer: RoundTimer) -> None:
+        """Have measured what the builder goes by, before decoding; by default nothing. May be called again.
+
+        Every decoder works with a copy of the builder, which may keep what it has seen.
+        """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from dflash_lightning.decoding.builder.base import DraftBuilder
@@ -34,26 +34,46 @@ class BestFirstTree(DraftBuilder):
     trees = True
 
     def __init__(self, *, budget: int | None = None) -> None:
-        if budget is not None and budget < 1:
-            raise SettingError(
-                "decoding.builder.budget", f"{budget} leaves no draft", "Use 1 or more, or null for a chain's"
-            )
+        check_budget(budget)
         self.budget = budget
 
     def num_nodes(self, num_drafts: int) -> int:
         return num_drafts if self.budget is None else self.budget
 
     def build(self, roots: Int[Tensor, " B"], scores: Scores, where: Round, sampler: Sampler) -> Draft:
-        num_drafts = scores.logits.shape[1]
-        budget = self.num_nodes(num_drafts)
-        if scores.step is not None:
-            pool = grow(roots, scores, widths=[budget] * num_drafts, branch=budget)
-            return tree_of_pool(roots, pool, budget, scores.signals)
-        logits = scores.logits.float()
-        values, places = highest(logits, min(budget, logits.shape[-1]))
-        shape = best_first(values - logits.logsumexp(-1, keepdim=True), budget)
-        tokens = torch.cat([roots[:, None], shape.fill(token_ids(places, scores.ids))], dim=1)
-        return Draft(tokens, self.drawn, parents=shape.parents, live=shape.live, signals=scores.signals)
+        return best_tree(roots, scores, self.num_nodes(scores.logits.shape[1]))[0]
+
+
+def check_budget(budget: int | None) -> None:
+    """Refuse a number of nodes that leaves no tree.
+
+    Raises:
+        ValueError: it is below 1.
+    """
+    if budget is not None and budget < 1:
+        raise SettingError(
+            "decoding.builder.budget", f"{budget} leaves no draft", "Use 1 or more, or null for a chain's"
+        )
+
+
+def best_tree(
+    roots: Int[Tensor, " B"], scores: Scores, budget: int, branch: int | None = None
+) -> tuple[Draft, Float[Tensor, "B budget"]]:
+    """The tree of the ``budget`` likeliest paths, and the probability of each; dead nodes have 0.
+
+    Nodes stand best first, so that the first ``n`` of them are the best tree of ``n``. Only the ``branch`` likeliest
+    tokens of a slot are looked at; null: as many as there are nodes, which leaves nothing out.
+    """
+    num_drafts = scores.logits.shape[1]
+    branch = budget if branch is None else min(branch, budget)
+    if scores.step is not None:
+        pool = grow(roots, scores, widths=[budget] * num_drafts, branch=branch)
+        return tree_of_pool(roots, pool, budget, scores.signals), pool.masses(budget)
+    logits = scores.logits.float()
+    values, places = highest(logits, min(branch, logits.shape[-1]))
+    shape = best_first(values - logits.logsumexp(-1, keepdim=True), budget)
+    tokens = torch.cat([roots[:, None], shape.fill(token_ids(places, scores.ids))], dim=1)
+    return Draft(tokens, "delta", parents=shape.parents, live=shape.live, signals=scores.signals), shape.masses()
 
 
 def tree_of_pool(roots: Int[Tensor, " B"], pool: Pool, budget: int, signals: dict[str, Tensor]) -> Draft:

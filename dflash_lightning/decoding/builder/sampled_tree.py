@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Literal, get_args
+
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
 from dflash_lightning.decoding.builder.base import DraftBuilder
 from dflash_lightning.decoding.builder.draft_law import draft_law
+from dflash_lightning.decoding.builder.planned import plan_by_paths
 from dflash_lightning.decoding.builder.shape import Shape, best_first, branching_shape
 from dflash_lightning.decoding.builder.steps import as_steps
 from dflash_lightning.decoding.law import Law, highest
@@ -18,25 +21,35 @@ from dflash_lightning.decoding.types import Draft, Round, Scores
 from dflash_lightning.errors import SettingError
 from dflash_lightning.types import gather_lanes
 
+Plan = Literal["slots", "paths"]
+
 
 class SampledTree(DraftBuilder):
     """Children drawn without replacement from the slot's law, warped as the target's is (Tsubame, arXiv 2609.33652).
 
-    RECONSTRUCTED from the abstract: the shape is either ``branching[d]`` children for every node at depth ``d``, or the
-    best ``budget`` paths by *rank*, where the probability of the ``j``-th likeliest token stands for that of the
-    ``j``-th draw. Either way it depends on laws only, never on tokens: a tree that grew where good tokens were drawn
+    Plan, freeze, replay. RECONSTRUCTED from the abstract: the shape is either ``branching[d]`` children for every node
+    at depth ``d``, or the best ``budget`` paths by *rank*, where the probability of the ``j``-th likeliest token stands
+    for that of the ``j``-th draw. ``plan`` says whose laws those are: of the ``slots``, as the first look has them; or
+    of ``paths``, each after the likeliest tokens before it, where the head knows such laws. That asks the head twice as
+    often. Either way the shape depends on laws only, never on draws: a tree that grew where good tokens were drawn
     would not be lossless under rejection. One list of draws per depth serves all nodes there, for a walk visits only
     one of them; siblings stand in draw order.
 
     Raises:
-        ValueError: both ``budget`` and ``branching`` are given, or one of them has an entry below 1.
+        ValueError: ``budget`` and ``branching`` are both given, or one has an entry below 1; ``plan`` is unknown.
     """
 
     name = "sampled_tree"
     drawn = "sampled"
     trees = True
 
-    def __init__(self, *, budget: int | None = None, branching: list[int] | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        budget: int | None = None,  # nodes besides the root; null: one per slot, or as branching says
+        branching: list[int] | None = None,  # children of every node, depth by depth
+        plan: Plan = "slots",  # whose laws shape the tree: of slots, or of paths where a head knows them
+    ) -> None:
         if budget is not None and branching is not None:
             raise SettingError(
                 "decoding.builder", "budget and branching both fix the shape of the tree", do="Set one of them to null"
@@ -51,8 +64,11 @@ class SampledTree(DraftBuilder):
                 f"{list(branching)} is no tree",
                 "Give the number of children at every depth, 1 or more, for example [3, 2, 1]",
             )
+        if plan not in get_args(Plan):
+            raise SettingError("decoding.builder.plan", f"{plan!r} is unknown", f"Use one of {list(get_args(Plan))}")
         self.budget = budget
         self.branching = None if branching is None else list(branching)
+        self.plan: Plan = plan
 
     def num_nodes(self, num_drafts: int) -> int:
         if self.branching is None:
@@ -64,6 +80,9 @@ class SampledTree(DraftBuilder):
         return nodes
 
     def build(self, roots: Int[Tensor, " B"], scores: Scores, where: Round, sampler: Sampler) -> Draft:
+        if scores.step is not None and self.plan == "paths" and self.branching is None:
+            planned = plan_by_paths(roots, scores, self.num_nodes(scores.logits.shape[1]), sampler)
+            return fill_by_steps(roots, scores, planned, int(planned.ranks.max()) + 1, where, sampler)
         law = draft_law(scores.logits, scores.ids, sampler)
         shape, fan = self._shape(law)
         if scores.step is not None:

@@ -16,6 +16,7 @@ class Shape:
     """A tree per row: node 0 is the root, and child number ``rank`` of a node comes after those of lower rank.
 
     Nodes that a row does not need hang, not live, under the root. ``height`` is the depth of the deepest node of all.
+    ``scores`` are the log-probabilities of the paths, 0 for the root, where the shape was chosen by them.
     """
 
     parents: Int[Tensor, "B N"]
@@ -23,6 +24,12 @@ class Shape:
     depths: Int[Tensor, "B N"]
     live: Bool[Tensor, "B N"]
     height: int
+    scores: Float[Tensor, "B N"] | None = None
+
+    def masses(self) -> Float[Tensor, "B n"]:
+        """The probability of the path to every node but the root, 0 where it is not live."""
+        assert self.scores is not None, "this shape was not chosen by probabilities"
+        return torch.where(self.live, self.scores, -torch.inf)[:, 1:].exp()
 
     def fill(self, values: Tensor) -> Tensor:
         """For every node but the root its entry of ``values`` ``[B, D, K]``, by depth and rank: ``[B, N - 1]``."""
@@ -57,15 +64,17 @@ def best_first(log_probs: Float[Tensor, "B D K"], budget: int) -> Shape:
     """
     rows = [_best_first(row, budget) for row in log_probs.tolist()]
     size = budget + 1
-    nodes = torch.tensor([[[*column, *[0] * (size - len(column))] for column in row] for row in rows])
+    nodes = torch.tensor([[[*column, *[0] * (size - len(column))] for column in row[:3]] for row in rows])
+    scores = torch.tensor([[*row[3], *[0.0] * (size - len(row[3]))] for row in rows], device=log_probs.device)
     live = torch.tensor([[k < len(row[0]) for k in range(size)] for row in rows])
     parents, ranks, depths = nodes.to(log_probs.device).unbind(1)
-    return Shape(parents, ranks, depths, live.to(log_probs.device), height=max(max(row[2]) for row in rows))
+    height = max(max(row[2]) for row in rows)
+    return Shape(parents, ranks, depths, live.to(log_probs.device), height, scores)
 
 
-def _best_first(log_probs: list[list[float]], budget: int) -> tuple[list[int], list[int], list[int]]:
-    """Parents, ranks and depths of the root and of at most ``budget`` nodes, best first."""
-    parents, ranks, depths = [0], [0], [0]
+def _best_first(log_probs: list[list[float]], budget: int) -> tuple[list[int], list[int], list[int], list[float]]:
+    """Parents, ranks, depths and log-probabilities of the root and of at most ``budget`` nodes, best first."""
+    parents, ranks, depths, scores = [0], [0], [0], [0.0]
     # Cost, ranks since the root, parent, cost of the parent.
     heap: list[tuple[float, tuple[int, ...], int, float]] = [(-log_probs[0][0], (0,), 0, 0.0)]
     while heap and len(parents) <= budget:
@@ -76,11 +85,12 @@ def _best_first(log_probs: list[list[float]], budget: int) -> tuple[list[int], l
         parents.append(parent)
         ranks.append(rank)
         depths.append(depth)
+        scores.append(-cost)
         if rank + 1 < len(log_probs[0]):
             heappush(heap, (before - log_probs[depth - 1][rank + 1], (*path[:-1], rank + 1), parent, before))
         if depth < len(log_probs):
             heappush(heap, (cost - log_probs[depth][0], (*path, 0), len(parents) - 1, cost))
-    return parents, ranks, depths
+    return parents, ranks, depths, scores
 
 
 def branching_shape(branching: list[int], batch_size: int, device: torch.device) -> Shape:

@@ -1,16 +1,9 @@
-"""Checks for the test of a method of one's own: what every part of a kind must hold, on small tensors in milliseconds.
-
-Each raises ``AssertionError`` with what does not hold. They say nothing of whether a method is any good, nor of the law
-of what is sampled: ``dflash smoke`` trains a recipe and counts tokens.
-"""
+"""What blocks, losses, heads, conditionings and drafters must hold: training and decoding are the same law."""
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,108 +12,25 @@ from torch import Tensor
 
 from dflash_lightning.block import Anchored, BlockConstructor, check_layout, count_slots
 from dflash_lightning.conditioning import Conditioning, KVInjection
-from dflash_lightning.decoding.builder import DraftBuilder
 from dflash_lightning.decoding.decoder import SpeculativeDecoder
-from dflash_lightning.decoding.law import greedy_law
-from dflash_lightning.decoding.noise import Noise
-from dflash_lightning.decoding.policy import WidthPolicy
-from dflash_lightning.decoding.sampling import Sampler, SamplingSpec
-from dflash_lightning.decoding.types import Draft, Round, Scores, Verdict
-from dflash_lightning.decoding.verifier import Verifier
+from dflash_lightning.decoding.types import Round, Scores, Verdict
 from dflash_lightning.drafter import BlockTransformer, Drafter
-from dflash_lightning.head import DraftHead, MarginalHead, SelectorHead
+from dflash_lightning.head import DraftHead, SelectorHead
 from dflash_lightning.loss import CrossEntropy, LossTerm
-from dflash_lightning.module import DraftModule, OptimSettings
+from dflash_lightning.module import DraftModule
 from dflash_lightning.ops.candidates import NO_CANDIDATE
-from dflash_lightning.ops.lm_head import HeadOutput, LabelLogProb, LanguageHead
-from dflash_lightning.target import FrozenTarget, load_target
-from dflash_lightning.target.tiny import save_tiny_target
-from dflash_lightning.types import Alignment, BlockLayout, Document, StepContext, TrainBatch
+from dflash_lightning.ops.lm_head import LabelLogProb
+from dflash_lightning.testing.toys import (
+    LENGTH,
+    PROMPT,
+    SpeakingHead,
+    toy_batch,
+    toy_document,
+    toy_module,
+)
+from dflash_lightning.types import Alignment, BlockLayout, StepContext, TrainBatch
 
-_PROMPT, _LENGTH, _LETTERS, _SLOTS = 6, 24, 16, 3  # of what everything is tried on; drafts where there is no model
 _STEP = StepContext(0, 10, 0)
-
-
-@lru_cache(maxsize=1)
-def toy_target() -> FrozenTarget:
-    """A frozen random model of twelve layers and 32 tokens; nobody may change it."""
-    with tempfile.TemporaryDirectory() as folder:
-        save_tiny_target(Path(folder), num_layers=12)
-        return load_target(folder, dtype="float32")
-
-
-def toy_module(**parts: Any) -> DraftModule:
-    """A drafter for the toy target with the given parts (see ``DraftModule``) and DFlash's for the rest.
-
-    All weights are moved a little, so that none that starts at 0 or 1 is forgotten unseen.
-    """
-    usual = {
-        "block": Anchored(block_size=4, num_anchors=_LENGTH),
-        "conditioning": KVInjection(target_layer_ids=[1, 3]),
-        "drafter": BlockTransformer(num_layers=2, init_std=0.2),
-        "head": MarginalHead(),
-        "loss": {"cross_entropy": CrossEntropy()},
-        "optim": OptimSettings(lr=1e-3),
-    }
-    module = DraftModule(toy_target(), **{**usual, **parts})
-    module.prepare(None)
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(0)
-        for parameter in module.draft_model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    return module
-
-
-def toy_document() -> Document:
-    """24 tokens of which the first 6 are a prompt."""
-    ids = torch.randint(0, _LETTERS, (_LENGTH,), generator=torch.Generator().manual_seed(0))
-    return Document(0, ids, torch.arange(_LENGTH) >= _PROMPT)
-
-
-def toy_batch(module: DraftModule) -> TrainBatch:
-    """The toy document as a micro-batch, with all its blocks."""
-    document = toy_document()
-    layout = module.block.blocks(document, module.draft_model.alignment, seed=0, epoch=0)
-    none = torch.zeros(1, _LENGTH, dtype=torch.long)
-    return TrainBatch(
-        input_ids=document.input_ids[None],
-        loss_mask=document.loss_mask[None],
-        doc_ids=none,
-        position_ids=torch.arange(_LENGTH)[None],
-        sample_ids=none[:, :1],
-        layout=layout,
-        window_totals=count_slots(layout),
-        window=0,
-        packed=False,
-    )
-
-
-class _SpeakingHead(MarginalHead):
-    """DFlash's head, with a signal and a distribution for every name that a loss term wants to read."""
-
-    name = "marginal_with_signals"
-
-    def __init__(
-        self, *, signals: Sequence[str] = (), by_block: bool = False, distributions: Sequence[str] = ("main",)
-    ) -> None:
-        super().__init__()
-        self.signals = tuple(signals)
-        self.by_block = by_block
-        self.distributions = tuple(distributions)
-
-    def outputs(self, hidden: Float[Tensor, "B N K H"], layout: BlockLayout, lm: LanguageHead) -> HeadOutput:
-        views = super().outputs(hidden, layout, lm).views
-        return HeadOutput(dict.fromkeys(self.distributions, views["main"]), self._speak(hidden))
-
-    def open(self, hidden: Float[Tensor, "B D H"], roots: Int[Tensor, " B"], lm: LanguageHead) -> Scores:
-        return replace(super().open(hidden, roots, lm), signals=self._speak(hidden))
-
-    def _speak(self, hidden: Float[Tensor, "*blocks D H"]) -> dict[str, Tensor]:
-        said = hidden[..., 0, :] if self.by_block else hidden  # of the first slot, whose states no check changes
-        return dict.fromkeys(self.signals, said.mean(-1).sigmoid())
-
-
-# -- training ---------------------------------------------------------------------------------------------------------
 
 
 def check_block(block: BlockConstructor) -> None:
@@ -142,7 +52,7 @@ def check_loss(term: LossTerm, head: DraftHead | None = None) -> None:
     """
     if head is None and term.chooses:
         head = SelectorHead(candidates=16, rank=4)
-    speaking = _SpeakingHead(signals=list(term.reads), by_block=term.by_block, distributions=list(term.viewed()))
+    speaking = SpeakingHead(signals=list(term.reads), by_block=term.by_block, distributions=list(term.viewed()))
     module = toy_module(loss={"own": term}, head=speaking if head is None else head)
     batch = toy_batch(module)
     out, features = module.outputs(batch)
@@ -180,7 +90,7 @@ def _check_invalid_slots(module: DraftModule, batch: TrainBatch) -> None:
 def check_head(head: DraftHead) -> None:
     """A block that is decoded with the tokens of a training row has the law it was trained with, slot by slot."""
     for label_layout in head.label_layouts:
-        _check_parts(head=head, block=Anchored(block_size=4, num_anchors=_LENGTH, label_layout=label_layout))
+        _check_parts(head=head, block=Anchored(block_size=4, num_anchors=LENGTH, label_layout=label_layout))
 
 
 def check_conditioning(conditioning: Conditioning) -> None:
@@ -198,7 +108,7 @@ def check_drafter(drafter: Drafter, conditioning: Conditioning | None = None) ->
     kind = next(part for part in able if drafter.needs <= part.provides)
     parts: dict[str, Any] = {"conditioning": kind(target_layer_ids=[1, 3]) if conditioning is None else conditioning}
     if drafter.inputs == "tokens":
-        parts["block"] = Anchored(block_size=4, num_anchors=_LENGTH, label_layout="anchor_first", inputs="tokens")
+        parts["block"] = Anchored(block_size=4, num_anchors=LENGTH, label_layout="anchor_first", inputs="tokens")
     _check_parts(drafter=drafter, **parts)
 
 
@@ -234,8 +144,8 @@ def _decoded_log_probs(module: DraftModule, layout: BlockLayout) -> dict[int, Fl
     decoder.refresh()
     decoder.warm_up()
     cached, proposer = decoder.parts.target, decoder.parts.proposer
-    anchors = [_PROMPT, _PROMPT + 2]
-    _, features, lengths = cached.prefill([ids[:_PROMPT].tolist()])
+    anchors = [PROMPT, PROMPT + 2]
+    _, features, lengths = cached.prefill([ids[:PROMPT].tolist()])
     root = ids[anchors[0], None]
     proposer.start(features, lengths, root)
     found = {}
@@ -281,70 +191,3 @@ def _laws(
         ids = law.ids if law.ids is None or law.ids.ndim == 1 else law.ids[0, at]
         yield law.logits[0, at], ids
         last = label
-
-
-# -- decoding ---------------------------------------------------------------------------------------------------------
-
-
-def check_builder(builder: DraftBuilder) -> None:
-    """A draft is what ``decoding.types.Draft`` says it is: the root first, parents before children, no twins."""
-    scores = Scores(torch.randn(2, _SLOTS, _LETTERS, generator=torch.Generator().manual_seed(0)))
-    roots = torch.tensor([3, 5])
-    draft = builder.build(roots, scores, _where(), _sampler(0.0 if builder.drawn == "delta" else 1.0))
-    assert draft.drawn == builder.drawn, f"the draft is {draft.drawn!r}, the class says {builder.drawn!r}"
-    assert torch.equal(draft.tokens[:, 0], roots), "node 0 is not the root"
-    nodes = 1 + builder.num_nodes(_SLOTS)
-    assert draft.tokens.shape == (2, nodes), f"{tuple(draft.tokens.shape)} nodes, but num_nodes says {nodes} of 2 rows"
-    assert draft.drawn != "sampled" or draft.law is not None, "a sampled draft without the law it was drawn from"
-    if draft.parents is None:
-        return
-    assert builder.trees, "the draft is a tree, but the class says that it makes none (trees = True)"
-    before = torch.arange(nodes)[1:]
-    assert bool((draft.parents[:, 1:] < before).all()) and not bool(draft.parents[:, 0].any()), "parents come first"
-    assert int(draft.depth.max()) <= _SLOTS, f"nodes deeper than the {_SLOTS} slots"
-    live = torch.ones_like(draft.tokens, dtype=torch.bool) if draft.live is None else draft.live
-    for row in range(2):
-        edges = [(int(p), int(t)) for p, t, alive in zip(*_row(draft, live, row), strict=True) if alive]
-        assert len(edges) == len(set(edges)), "two children of a node hold the same token"
-
-
-def _row(draft: Draft, live: Tensor, row: int) -> tuple[Tensor, Tensor, Tensor]:
-    assert draft.parents is not None
-    return draft.parents[row, 1:], draft.tokens[row, 1:], live[row, 1:]
-
-
-def check_policy(policy: WidthPolicy) -> None:
-    """A width is a whole number for each row, from 0; and the policy bears to be told what came of it."""
-    signals = {name: torch.full((2,) if policy.by_block else (2, _SLOTS), 0.5) for name in policy.reads}
-    draft = Draft(torch.tensor([[3, 1, 2, 4], [5, 1, 2, 4]]), "delta", signals=signals)
-    policy.start(_where())
-    for _ in range(3):
-        width = policy.width(draft, _where())
-        assert width.shape == (2,) and not width.is_floating_point(), f"{width} is not one whole number for each row"
-        assert bool((width >= 0).all()), f"{width} is below 0, the root alone"
-        policy.observe(draft.cut(width), Verdict(torch.tensor([1, 0]), torch.tensor([7, 8])), _logits(draft))
-
-
-def check_verifier(verifier: Verifier) -> None:
-    """At temperature 0 the longest run of the target's own likeliest tokens stands, and its next one follows."""
-    for drawn in sorted(verifier.judges):
-        tokens = torch.tensor([[3, 1, 2, 4], [5, 1, 9, 4], [6, 9, 2, 4]])
-        law = greedy_law(torch.nn.functional.one_hot(tokens[:, 1:], _LETTERS).float()) if drawn == "sampled" else None
-        draft = Draft(tokens, drawn, law=law)  # type: ignore[arg-type]  # sorted forgets the names
-        verdict = verifier.verify(draft, _logits(draft), _where(3), _sampler(0.0))
-        assert verdict.accepted.tolist() == [3, 1, 0], f"{drawn} drafts: {verdict.accepted.tolist()} stand, not 3, 1, 0"
-        assert verdict.following.tolist() == [7, 2, 1], f"{drawn} drafts: {verdict.following.tolist()} follow"
-
-
-def _logits(draft: Draft) -> Float[Tensor, "B N V"]:
-    """A target that says 1, 2, 4, 7 after the nodes of any chain."""
-    own = torch.tensor([1, 2, 4, 7]).expand(draft.tokens.shape[0], -1)
-    return 5.0 * torch.nn.functional.one_hot(own, _LETTERS)
-
-
-def _where(rows: int = 2) -> Round:
-    return Round(torch.arange(rows), torch.full((rows,), 9), 0)
-
-
-def _sampler(temperature: float) -> Sampler:
-    return Sampler(SamplingSpec(temperature=temperature), Noise(0))
