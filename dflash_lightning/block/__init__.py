@@ -7,12 +7,14 @@ from dflash_lightning.block.check import check_anchored, check_layout
 from dflash_lightning.block.growing import Growing
 from dflash_lightning.block.masked import Masked
 from dflash_lightning.block.merge import count_slots, merge_layouts
+from dflash_lightning.block.recorded import Recorded
 
 __all__ = [
     "Anchored",
     "BlockConstructor",
     "Growing",
     "Masked",
+    "Recorded",
     "check_anchored",
     "check_layout",
     "count_batch",
