@@ -39,6 +39,11 @@ def default_layer_ids(num_target_layers: int, num_features: int) -> list[int]:
     return ids
 
 
+def kv_layer_ids(stated: Iterable[int] | None, num_target_layers: int, num_layers: int) -> list[int]:
+    """The target layers whose keys and values ``num_layers`` draft layers read, one each; null spaces them evenly."""
+    return default_layer_ids(num_target_layers, num_layers) if stated is None else list(stated)
+
+
 def check_layer_ids(layer_ids: Iterable[int], num_target_layers: int, *, name: str) -> None:
     """Refuse ids that are not decoder layers of the target ``name``, or named twice, before anything is computed.
 

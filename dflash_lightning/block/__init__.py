@@ -8,6 +8,7 @@ from dflash_lightning.block.growing import Growing
 from dflash_lightning.block.masked import Masked
 from dflash_lightning.block.merge import count_slots, merge_layouts
 from dflash_lightning.block.recorded import Recorded
+from dflash_lightning.block.variable_prefix import VariablePrefix
 
 __all__ = [
     "Anchored",
@@ -15,6 +16,7 @@ __all__ = [
     "Growing",
     "Masked",
     "Recorded",
+    "VariablePrefix",
     "check_anchored",
     "check_layout",
     "count_batch",

@@ -9,6 +9,7 @@ from dflash_lightning.conditioning.layer_mix import LayerMix
 from dflash_lightning.conditioning.null import NullConditioning
 from dflash_lightning.conditioning.residual_mix import ResidualMix
 from dflash_lightning.conditioning.retrace import ReTrace
+from dflash_lightning.conditioning.target_kv import SeededTargetKV, TargetKV
 from dflash_lightning.conditioning.token_context import TokenContext
 from dflash_lightning.conditioning.token_fusion import TokenFusion
 
@@ -22,6 +23,8 @@ __all__ = [
     "NullConditioning",
     "ReTrace",
     "ResidualMix",
+    "SeededTargetKV",
+    "TargetKV",
     "TokenContext",
     "TokenFusion",
 ]

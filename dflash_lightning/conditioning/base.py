@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from dflash_lightning.component import Component
 from dflash_lightning.draft_config import DraftConfig
+from dflash_lightning.geometry import LayerGeometry
 from dflash_lightning.ops.context import ContextAttention, ContextState, KVSource, make_kv_cache, write_kv
 from dflash_lightning.ops.language_head import LanguageHead
-from dflash_lightning.types import BlockLayout, Carried, FeatureSpec, TargetFeatures
+from dflash_lightning.types import BlockLayout, Carried, FeatureSpec, TargetFacts, TargetFeatures
 
 
 class Conditioning(Component, nn.Module, ABC, axis=True):
@@ -51,6 +52,13 @@ class Conditioning(Component, nn.Module, ABC, axis=True):
     @abstractmethod
     def default_layer_ids(self, num_target_layers: int) -> list[int]:
         """Target layers to tap when the recipe names none."""
+
+    def check(self, facts: TargetFacts, geometry: LayerGeometry) -> None:
+        """Refuse a target, or draft layers, that this conditioning cannot serve; by default it serves all.
+
+        Raises:
+            ValueError: names the setting.
+        """
 
     @abstractmethod
     def build(self, config: DraftConfig) -> None:

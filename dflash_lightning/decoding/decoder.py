@@ -7,13 +7,14 @@ import dataclasses
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 from dflash_lightning.decoding.builder import BestChain, DraftBuilder
 from dflash_lightning.decoding.choice import choose_strategies
 from dflash_lightning.decoding.cost import RoundTimer
 from dflash_lightning.decoding.draft_proposer import DraftProposer
-from dflash_lightning.decoding.head import make_decoding_head
+from dflash_lightning.decoding.dual_proposer import DualProposer, LaneProposer, find_second, members
+from dflash_lightning.decoding.head import DecodingHead, make_decoding_head
 from dflash_lightning.decoding.loop import OnRound, decode_batch
 from dflash_lightning.decoding.noise import Noise
 from dflash_lightning.decoding.parts import DecodeParts, check_compatible
@@ -75,15 +76,16 @@ class SpeculativeDecoder:
         self.block_size = block_size
         self.untrained_slots = untrained_slots
         with plain_mode(target.device):
-            adapter = TargetAdapter(target, FeatureSpec() if draft is None else draft.required(), prepacked=prepacked)
+            self._lanes = 0 if draft is None else builder.lanes
+            self._second = find_second(builder.second, target) if self._lanes else None
+            spec = FeatureSpec() if draft is None else draft.required()
+            if self._second is not None:
+                spec |= self._second.required()
+            adapter = TargetAdapter(target, spec, prepacked=prepacked)
             self._adapter = adapter
             self._draft, self._prepacked, self._shown = draft, prepacked, shown
             self._compile, self._too_few = compile, 0  # tokens that were seen not to pay for compiling
-            self._head = (
-                None
-                if draft is None
-                else make_decoding_head(draft.head_of(target.lm), adapter.head, prepacked=prepacked)
-            )
+            self._heads: dict[int, DecodingHead] = {}
             self.proposer: Proposer = self._make_proposer()
             if draft is None:  # the target's own draws, which a verifier by rejection would take from other noise
                 builder, verifier, policy = BestChain(), MatchVerifier(), None
@@ -99,21 +101,35 @@ class SpeculativeDecoder:
             check_compatible(self.parts)
 
     def _make_proposer(self) -> Proposer:
-        if self._draft is None or self._head is None:
+        if self._draft is None:
             return NoDrafts()
         kind = SequentialProposer if self._draft.sequential else DraftProposer
-        return kind(
-            self.target,
-            self._draft,
-            batch_size=self.batch_size,
-            max_length=self.max_length,
-            head=self._head,
-            compile=self._compile is True,
-            block_size=self.block_size,
-            untrained_slots=self.untrained_slots,
-            prepacked=self._prepacked,
-            shown=self._shown,
+        first = kind(self.target, self._draft, head=self._head_of(self._draft), **self._sizes())
+        if self._second is None:
+            return first
+        second = LaneProposer(
+            self.target, self._second, head=self._head_of(self._second), lanes=self._lanes, **self._sizes()
         )
+        return DualProposer(first, second)
+
+    def _head_of(self, draft: DraftModel) -> DecodingHead:
+        """The language head of a drafter, made once: it may be a copy."""
+        if id(draft) not in self._heads:
+            head = draft.head_of(self.target.lm)
+            self._heads[id(draft)] = make_decoding_head(head, self._adapter.head, prepacked=self._prepacked)
+        return self._heads[id(draft)]
+
+    def _sizes(self) -> dict[str, Any]:
+        """What every drafter's buffers and steps go by."""
+        return {
+            "batch_size": self.batch_size,
+            "max_length": self.max_length,
+            "compile": self._compile is True,
+            "block_size": self.block_size,
+            "untrained_slots": self.untrained_slots,
+            "prepacked": self._prepacked,
+            "shown": self._shown,
+        }
 
     def _timer(self) -> RoundTimer:
         """Measures rounds of this decoder."""
@@ -133,25 +149,28 @@ class SpeculativeDecoder:
     @property
     def compile_count(self) -> int:
         """Graphs compiled so far; constant after the first ``decode``."""
-        return self.proposer.graphs.count if isinstance(self.proposer, DraftProposer) else 0
+        return sum(member.graphs.count for member in members(self.proposer))
 
     def refresh(self) -> None:
         """Take the drafter's weights as they are now; ``decode`` does so itself."""
-        if isinstance(self.proposer, DraftProposer):
-            with plain_mode(self.target.device):
-                self.proposer.refresh()
+        with plain_mode(self.target.device):
+            for member in members(self.proposer):
+                member.refresh()
 
     def warm_up(self, new_tokens: int = 0) -> None:
         """Compile what will be compiled, if it is not yet; ``decode`` does so itself, outside of its measurements.
 
         ``new_tokens`` are about to be decoded, one after another: what ``compile="auto"`` goes by.
         """
-        if isinstance(self.proposer, DraftProposer):
-            with plain_mode(self.target.device):
-                self.proposer.warm_up()
-                if self._compile == "auto" and not self.proposer.compiled and new_tokens > self._too_few:
-                    self.proposer.compile_if_it_pays(new_tokens)
-                    self._too_few = new_tokens
+        drafters = members(self.proposer)
+        with plain_mode(self.target.device):
+            for member in drafters:
+                member.warm_up()
+                if self._compile == "auto" and not member.compiled and new_tokens > self._too_few:
+                    member.compile_if_it_pays(new_tokens)
+            if drafters:
+                if self._compile == "auto" and not self.proposer.compiled:
+                    self._too_few = max(self._too_few, new_tokens)
                 self.parts.builder.calibrate(self._timer())
 
     def decode(

@@ -44,8 +44,10 @@ def make_draft_config(
     if ids is None:
         ids = conditioning.default_layer_ids(facts.num_layers)
     check_layer_ids(ids, facts)
+    geometry = drafter.geometry(facts)
+    conditioning.check(facts, geometry)
     config = DraftConfig(
-        **asdict(drafter.geometry(facts)),
+        **asdict(geometry),
         target_hidden_size=facts.hidden_size,
         num_target_layers=facts.num_layers,
         target_layer_ids=list(ids),

@@ -139,6 +139,19 @@ class DraftModel(PreTrainedModel):
         ``recalled`` are the drafter's own states of these rows, for one that ``recalls`` (see ``Carried``).
         Works in place on ``cache``. No Python branch depends on a tensor's value, so it compiles to one static graph.
         """
+        return self.draft_blocks(embeddings[:, None], features, keep, cache, lm, rejected, recalled)[:, 0]
+
+    def draft_blocks(
+        self,
+        embeddings: Float[Tensor, "B N K H"],
+        features: TargetFeatures,
+        keep: Int[Tensor, " B"],
+        cache: DraftCache,
+        lm: LanguageHead,
+        rejected: Int[Tensor, " B"] | None = None,
+        recalled: Float[Tensor, "B R H"] | None = None,
+    ) -> Float[Tensor, "B N r H"]:
+        """The same for ``N`` blocks at the cursor, which hold different tokens and do not see one another."""
         assert not self.sequential, "slots of this drafter hold tokens that are drafted in turn: use open_in_turn"
         context = self._extend(features, keep, cache, lm)
         if rejected is not None:
@@ -146,9 +159,10 @@ class DraftModel(PreTrainedModel):
             start = keep[:, None]
             carried = Carried(features, places, start, start + rejected[:, None], recalled)
             context = self.conditioning.carry(context, carried)
-        positions = cache.cursor[:, None] + torch.arange(embeddings.shape[1], device=self.device)
-        slots = context.slot_inputs(embeddings[:, None].to(self.dtype))
-        return self._with_rows_beside(self.drafter(slots, positions[:, None], context), context)[:, 0]
+        positions = cache.cursor[:, None] + torch.arange(embeddings.shape[2], device=self.device)
+        slots = context.slot_inputs(embeddings.to(self.dtype))
+        places = positions[:, None].expand(-1, embeddings.shape[1], -1)
+        return self._with_rows_beside(self.drafter(slots, places, context), context)
 
     @property
     def sequential(self) -> bool:

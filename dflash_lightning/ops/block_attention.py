@@ -44,9 +44,10 @@ def block_attention(
 
     A slot always sees itself, so every row is finite even without context. ``causal`` hides later slots of the own
     block. ``window`` W hides rows W or more positions away: context ``(slot_row + i) - j < W``, own block
-    ``|i - j| < W``. Sources may have Hkv or Hq heads. One block per row (decoding) is plain masked attention over the
-    whole context buffer, without a Python branch on tensor values, so that it compiles to one static graph; many blocks
-    go through ``flex_attention`` on CUDA and through the chunked path below elsewhere (flex has no CPU backward).
+    ``|i - j| < W``. Sources may have Hkv or Hq heads. One block per row, or several with one interval (decoding), is
+    plain masked attention over the whole context buffer, without a Python branch on tensor values, so that it compiles
+    to one static graph; many blocks go through ``flex_attention`` on CUDA and through the chunked path below elsewhere
+    (flex has no CPU backward).
     ``dense`` takes the first way for any number of blocks: for a few short ones, as the lanes of a draft are.
     """
     num_blocks, block_size = q.shape[1:3]
@@ -55,7 +56,8 @@ def block_attention(
     k_own, v_own = _with_heads(k_own, heads), _with_heads(v_own, heads)
     keys = [_with_heads(source.k, heads).to(q.dtype) for source in sources]
     values = [_with_heads(source.v, heads).to(q.dtype) for source in sources]
-    if num_blocks == 1 or dense:
+    shared = bool(sources) and all(source.start.shape[1] == 1 for source in sources)  # one interval for all blocks
+    if num_blocks == 1 or dense or shared:
         seen = [
             context_visible(
                 torch.arange(source.k.shape[1], device=q.device),

@@ -28,6 +28,10 @@ class Scores:
     ``draw``, where a head has it beside ``step``, makes a chain of all slots at once: ``draw(choose)`` asks ``choose``
     once or several times for a token of every slot, given their laws as a ``Scores`` without ``step``, and returns the
     last answer with the laws it was chosen from. ``choose`` must answer slot by slot, with the same noise every time.
+
+    ``redraft``, where a second drafter stands by, gives its scores of ``W`` blocks per row after the same roots:
+    ``redraft(tokens, known)`` is told drafts [B, W, D] and how many of them each block knows [B, W]. Rows of its scores
+    are the blocks of the first row, then those of the second. Laws of known drafts mean nothing.
     """
 
     logits: Float[Tensor, "B D c"]
@@ -36,6 +40,7 @@ class Scores:
     state: Any = None
     step: Callable[[Any, Int[Tensor, "B W"], int], tuple[Scores, Any]] | None = None
     draw: Callable[[Callable[[Scores], Int[Tensor, "B D"]]], tuple[Int[Tensor, "B D"], Scores]] | None = None
+    redraft: Callable[[Int[Tensor, "B W D"], Int[Tensor, "B W"]], Scores] | None = None
 
 
 def gather_lanes(state: Any, index: Int[Tensor, "B W"]) -> Any:

@@ -3,6 +3,7 @@
 from dflash_lightning.decoding.builder.base import DraftBuilder
 from dflash_lightning.decoding.builder.best_first import BestFirstTree
 from dflash_lightning.decoding.builder.chain import BestChain, SampledChain
+from dflash_lightning.decoding.builder.dual import DualTree
 from dflash_lightning.decoding.builder.fan_tree import FanTree
 from dflash_lightning.decoding.builder.layers import LayerTree
 from dflash_lightning.decoding.builder.priced import CostTree, RooflineTree
@@ -15,6 +16,7 @@ __all__ = [
     "BestFirstTree",
     "CostTree",
     "DraftBuilder",
+    "DualTree",
     "FanTree",
     "LayerTree",
     "ReachTree",

@@ -19,10 +19,14 @@ class DraftBuilder(Component, ABC, axis=True):
     """Arranges drafts under a root, and says how they were chosen.
 
     ``drawn`` is compared with what the verifier judges; ``trees`` says whether a node may have several children.
+    One with ``lanes`` asks a second drafter for that many blocks per row (``Scores.redraft``); ``second`` says where it
+    is: a run folder, a checkpoint or a drafter's folder.
     """
 
     drawn: ClassVar[Drawn]
     trees: ClassVar[bool] = False
+    second: str | None = None
+    lanes: int = 0
 
     @abstractmethod
     def build(self, roots: Int[Tensor, " B"], scores: Scores, where: Round, sampler: Sampler) -> Draft:
