@@ -37,7 +37,7 @@ class OnPolicyLoss(LossTerm):
     """
 
     name: ClassVar[str] = "on_policy"
-    tallies: ClassVar[bool] = True
+    tallies = True
 
     def __init__(
         self,

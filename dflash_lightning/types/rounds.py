@@ -66,7 +66,7 @@ def segments(
 
 def label_log_probs(rounds: Sequence[DecodedRound]) -> dict[int, float]:
     """The target's log-probability of every committed token, by its index among the answer's tokens."""
-    found = {}
+    found: dict[int, float] = {}
     for one in rounds:
         found |= {one.anchor + 1 + i: one.log_probs[i] for i in range(one.accepted)}
         found[one.anchor + one.accepted + 1] = one.own
