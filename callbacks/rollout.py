@@ -72,6 +72,13 @@ class Rollout(Callback):
                 self._say(trainer, records)
             trainer.strategy.barrier("rollout")
             known = json.loads(place.read_text(encoding="utf-8"))
+        if not any(known["rounds"].values()):
+            raise SettingError(
+                "data.train",
+                f"none of the {len(known['rounds'])} answers that were decoded begins as its row does, so there are no "
+                "rounds to train on",
+                do="Give rows that this target wrote at temperature 0 (dflash regenerate)",
+            )
         self._hand_over(pl_module, known)
 
     def _hand_over(self, module: LightningModule, known: dict[str, Any]) -> None:
@@ -124,10 +131,7 @@ class Rollout(Callback):
 
     def _say(self, trainer: Trainer, records: Records) -> None:
         rounds = [one for found in records.values() for one in found]
-        if not rounds:
-            print_line("rollout: no answer is the row's own, so there are no rounds to train on")
-            return
-        committed = sum(one.accepted + 1 for one in rounds) / len(rounds)
+        committed = sum(one.accepted + 1 for one in rounds) / max(1, len(rounds))
         print_line(f"rollout: {len(rounds)} rounds of {len(records)} answers, {committed:.3f} tokens committed in each")
 
 

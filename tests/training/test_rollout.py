@@ -157,6 +157,9 @@ def test_blocks_that_read_no_rounds_are_refused(parts, tiny_target, write_rows, 
     data = make_data(tiny_target, write_rows([20, 9]))
     with pytest.raises(ValueError, match=r"callbacks\.rollout: these blocks read no rounds"):
         make_trainer(tmp_path, max_steps=1, callbacks=[Rollout()]).fit(module, datamodule=data)
+    strange = make_module(tiny_target, block=Recorded(block_size=4), loss={"on_policy": OnPolicyLoss()})
+    with pytest.raises(ValueError, match=r"data\.train: none of the 2 answers .*dflash regenerate"):
+        make_trainer(tmp_path, max_steps=1, callbacks=[Rollout()]).fit(strange, datamodule=data)
     for setting in ("documents", "batch_size"):
         with pytest.raises(ValueError, match=rf"callbacks\.rollout\.{setting}: 0 answers nothing"):
             Rollout(**{setting: 0})
