@@ -124,6 +124,9 @@ def test_every_other_option_trains(place: Any, group: str, option: str, monkeypa
     name = f"{group}-{option}"
     recipe = SPEAKERS.get((group, option), "dflash")
     rows = [f"callbacks.expected_tau.rows={place.folder / 'train.jsonl'}"] if option == "expected_tau" else []
+    if (group, option) == ("decoding", "d2sd"):  # with a second drafter, which must be there
+        assert place.fit("dflash", "trainer=cpu", *SHORT, *FEW, "callbacks=[checkpoint_last]", name="second") == 0
+        rows = [f"decoding.builder.second={place.run('second')}"]
     assert place.fit(recipe, "trainer=cpu", chosen, *rows, *SHORT, *FEW, "trainer.log_every_n_steps=1", name=name) == 0
     checked(place, name)
     if option == "wandb":
