@@ -7,6 +7,7 @@ from dflash_lightning.callbacks.block_growth import BlockGrowth
 from dflash_lightning.callbacks.checkpoint_io import AtomicCheckpointIO
 from dflash_lightning.callbacks.csv_logger import AppendingCSVLogger
 from dflash_lightning.callbacks.expected_tau import ExpectedTau
+from dflash_lightning.callbacks.rollout import Rollout
 from dflash_lightning.callbacks.speculative_eval import SpeculativeEval
 from dflash_lightning.callbacks.spent import TrainingCost
 from dflash_lightning.callbacks.stopping import Stopper
@@ -17,6 +18,7 @@ __all__ = [
     "AtomicCheckpointIO",
     "BlockGrowth",
     "ExpectedTau",
+    "Rollout",
     "SpeculativeEval",
     "Stopper",
     "TrainingBar",

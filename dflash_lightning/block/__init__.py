@@ -7,6 +7,7 @@ from dflash_lightning.block.check import check_anchored, check_layout
 from dflash_lightning.block.growing import Growing
 from dflash_lightning.block.masked import Masked
 from dflash_lightning.block.merge import count_slots, merge_layouts
+from dflash_lightning.block.recorded import Recorded
 from dflash_lightning.block.variable_prefix import VariablePrefix
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "BlockConstructor",
     "Growing",
     "Masked",
+    "Recorded",
     "VariablePrefix",
     "check_anchored",
     "check_layout",

@@ -46,12 +46,12 @@ class SlotConvolution(nn.Module):
         self, x: Float[Tensor, "B N K H"], deltas: Float[Tensor, "B N K two taps groups"], side: int
     ) -> Float[Tensor, "B N K H"]:
         """The convolution of one side."""
-        mixed = torch.zeros_like(x)
-        for tap in range(self.taps):
-            before = nn.functional.pad(x, (0, 0, tap, 0))[..., : x.shape[-2], :] if tap else x
-            grouped = before.unflatten(-1, (-1, self.group)) * deltas[..., side, tap, :, None].to(x.dtype)
-            mixed = mixed + before * self.base_kernel[side, tap].to(x.dtype) + grouped.flatten(-2)
-        return mixed
+        grouped, base = x.unflatten(-1, (-1, self.group)), self.base_kernel[side].unflatten(-1, (-1, self.group))
+        mixed = grouped * (base[0] + deltas[..., side, 0, :, None])
+        for tap in range(1, self.taps):
+            before = nn.functional.pad(grouped, (0, 0, 0, 0, tap, 0))[..., : x.shape[-2], :, :]
+            mixed = mixed + before * (base[tap] + deltas[..., side, tap, :, None])
+        return mixed.flatten(-2).to(x.dtype)
 
 
 class ConvLayer(DraftLayer):

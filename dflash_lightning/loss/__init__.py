@@ -7,6 +7,7 @@ from dflash_lightning.loss.expected_length import BlockVerificationLoss, DPace
 from dflash_lightning.loss.fading import FadingCrossEntropy
 from dflash_lightning.loss.lattice import LatticeLoss
 from dflash_lightning.loss.length import LengthLoss
+from dflash_lightning.loss.on_policy import OnPolicyLoss
 from dflash_lightning.loss.product import ProductLoss
 from dflash_lightning.loss.reach import ReachLoss
 from dflash_lightning.loss.refined import RefinedLoss
@@ -26,6 +27,7 @@ __all__ = [
     "LatticeLoss",
     "LengthLoss",
     "LossTerm",
+    "OnPolicyLoss",
     "ProductLoss",
     "ReachLoss",
     "RefinedLoss",

@@ -133,7 +133,9 @@ class TextLayer(CacheLayerMixin):
 
     is_sliding = False  # all rows are kept and masks do the window
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+    def lazy_initialization(
+        self, key_states: Float[Tensor, "B Hkv W D"], value_states: Float[Tensor, "B Hkv W Dv"]
+    ) -> None:
         self.keys, self.values = key_states, value_states
         self.is_initialized = True
 

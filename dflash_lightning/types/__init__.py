@@ -13,6 +13,7 @@ from dflash_lightning.types.batch import BlockLayout, Document, SlotTotals, Step
 from dflash_lightning.types.carried import Carried
 from dflash_lightning.types.facts import TargetFacts
 from dflash_lightning.types.features import FeatureSpec, TargetFeatures
+from dflash_lightning.types.rounds import DecodedRound, Segment, label_log_probs, segments
 from dflash_lightning.types.scores import Scores, gather_lanes
 
 __all__ = [
@@ -20,10 +21,12 @@ __all__ = [
     "Alignment",
     "BlockLayout",
     "Carried",
+    "DecodedRound",
     "Document",
     "FeatureSpec",
     "LabelLayout",
     "Scores",
+    "Segment",
     "SlotInputs",
     "SlotTotals",
     "StepContext",
@@ -31,4 +34,6 @@ __all__ = [
     "TargetFeatures",
     "TrainBatch",
     "gather_lanes",
+    "label_log_probs",
+    "segments",
 ]

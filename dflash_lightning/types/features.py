@@ -56,7 +56,7 @@ class TargetFeatures:
 
     def __post_init__(self) -> None:
         if self.next_ids is None and self.ids is not None:
-            self.next_ids = torch.nn.functional.pad(self.ids[:, 1:], (0, 1))
+            self.next_ids = torch.nn.functional.pad(self.ids[:, 1:], (0, 1))[:, : self.ids.shape[1]]
 
     @classmethod
     def empty(

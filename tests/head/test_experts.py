@@ -125,7 +125,7 @@ def test_the_prior_counts_the_labels_of_the_training_rows() -> None:
         used_ids=store.used_ids,
         label_counts=lambda: store.used_ids(labels_only=True),
         chat_template_kwargs={},
-        summary=SimpleNamespace(why_not_samples=None, labels="data"),
+        summary=SimpleNamespace(why_not_samples=lambda temperature: None, labels="data"),
         feature_products=None,
         bind=lambda *_: None,
     )

@@ -15,11 +15,13 @@ from dflash_lightning.block import Anchored
 from dflash_lightning.cli import main
 from dflash_lightning.conditioning import KVInjection
 from dflash_lightning.data import DraftData
+from dflash_lightning.decoding import DecodingSettings
 from dflash_lightning.drafter import BlockTransformer
 from dflash_lightning.head import MarginalHead
 from dflash_lightning.loss import CrossEntropy
 from dflash_lightning.module import DraftModule, OptimSettings
-from dflash_lightning.target import FrozenTarget
+from dflash_lightning.regenerate.regenerate import regenerate
+from dflash_lightning.target import FrozenTarget, load_target
 
 
 def token_rows(lengths: list[int], seed: int = 0) -> list[dict[str, list[int]]]:
@@ -139,6 +141,15 @@ class Place:
 
     def checkpoint(self, name: str, which: str = "last") -> dict[str, Any]:
         return torch.load(self.run(name) / "checkpoints" / f"{which}.ckpt", weights_only=True)
+
+    def own_rows(self) -> Path:
+        """Training rows that the target wrote itself, at temperature 0."""
+        file = self.folder / "own.jsonl"
+        if not file.exists():
+            target = load_target(str(self.folder / "target"), dtype="float32")
+            decoding = DecodingSettings(batch_size=4, max_new_tokens=16, compile=False)
+            regenerate(self.folder / "prompts.jsonl", target, file, decoding=decoding, progress=False)
+        return file
 
     def state(self, name: str) -> dict[str, Any]:
         return json.loads((self.run(name) / "run.json").read_text())

@@ -89,7 +89,7 @@ def test_every_option_is_trained_below() -> None:
 @pytest.mark.parametrize("recipe", OUTER)
 def test_every_recipe_trains(place: Any, recipe: str) -> None:
     """As it is shipped but for the number of rows and blocks, on the CPU; every weight of the drafter moves."""
-    small = SMALL.get(recipe, FEW)
+    small = SMALL.get(recipe, FEW) + ([f"data.train={place.own_rows()}"] if recipe == "draft_opd" else [])
     assert place.fit(recipe, *ON_CPU, *SHORT, *small, name=recipe) == 0
     moments = checked(place, recipe)["optimizer_states"][0]["state"].values()
     assert all(moment["exp_avg"].abs().max() > 0 for moment in moments)
