@@ -37,11 +37,18 @@ class BlockGrowth(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert isinstance(pl_module, DraftModule)
-        if _evaluation(trainer) is None:
+        evaluation = _evaluation(trainer)
+        if evaluation is None:
             raise SettingError(
                 "callbacks.block_growth",
                 "nothing is decoded while it trains, so nothing is known of the rounds",
                 do="Add callbacks=[speculative_eval,block_growth,..]",
+            )
+        if (fed := evaluation.decoding.block_size) is not None:
+            raise SettingError(
+                "decoding.block_size",
+                f"{fed} slots are fed whatever blocks have grown to, so nothing is known of the others",
+                do="Set it to null, or leave callbacks.block_growth out",
             )
         if pl_module.block.largest_size == pl_module.block.block_size and not self.grown:
             raise SettingError(

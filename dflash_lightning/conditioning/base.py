@@ -39,6 +39,7 @@ class Conditioning(Component, nn.Module, ABC, axis=True):
     taps_layers: ClassVar[bool] = True  # whether there is nothing to read without target layers
     carries: ClassVar[bool] = False
     recalls: ClassVar[bool] = False
+    borrows: ClassVar[bool] = False  # reads the target's own keys and values, whose shape is the drafter's then
     former: ClassVar[Mapping[str, str]] = {"extend.hidden": "features.hidden holds them"}
     fresh: float = 0.0
     wanted: frozenset[str] = frozenset()

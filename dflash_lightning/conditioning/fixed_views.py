@@ -42,6 +42,7 @@ class FixedViews(Conditioning):
 
     name = "fixed_views"
     initial = frozenset({"num_features"})
+    borrows = True
 
     def __init__(
         self,
@@ -92,8 +93,11 @@ class FixedViews(Conditioning):
         return self.boundary_norm(self.settle(F.silu(self.compress(rows.to(self.boundary_norm.weight.dtype)))))
 
     def slots(self, embeddings: Float[Tensor, "B N K H"], boundary: Float[Tensor, "B N H"]) -> Float[Tensor, "B N K H"]:
-        """What the slots are fed."""
-        placed = embeddings + self.places[: embeddings.shape[2]].to(embeddings.dtype)
+        """What the slots are fed; those beyond the trained ones have no place of their own."""
+        places, missing = self.places, embeddings.shape[2] - len(self.places)
+        if missing > 0:
+            places = F.pad(places, (0, 0, 0, missing))
+        placed = embeddings + places[: embeddings.shape[2]].to(embeddings.dtype)
         both = torch.cat([placed, boundary[:, :, None].to(embeddings.dtype).expand_as(placed)], dim=-1)
         return self.slot_norm(self.mix_slot(F.silu(self.join_slot(both)))).to(embeddings.dtype)
 

@@ -106,6 +106,7 @@ class DraftPlan:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             model = DraftModel(config)
+            check_borrowed(model, target.facts)
             if vocabulary is not None:
                 model.draft_vocab.copy_(torch.tensor(vocabulary))
             model.warm_start(target.decoder_layer_state)
@@ -150,6 +151,7 @@ class DraftPlan:
         """Build the drafter without storage and start it from the target's layers: names and shapes must fit."""
         with torch.device("meta"):
             model = DraftModel(self._config(facts, self.block.mask_token_id or 0, None, None))
+        check_borrowed(model, facts)
         model.warm_start(layer_state)
 
     def _mask_token_id(self, theirs: DraftModel | None) -> int | None:
@@ -197,6 +199,29 @@ class DraftPlan:
             origin.check(config, theirs, draft_vocabulary=self.draft_vocabulary)
             check_config(config)
         return config
+
+
+def check_borrowed(model: DraftModel, facts: TargetFacts) -> None:
+    """Refuse heads of another shape than the target's where the drafter reads the target's own keys and values.
+
+    Raises:
+        ValueError: names the setting of the drafter.
+    """
+    if not model.conditioning.borrows:
+        return
+    config = model.config
+    sizes = {
+        "num_kv_heads": (config.num_key_value_heads, facts.num_kv_heads),
+        "head_dim": (config.head_dim, facts.head_dim),
+    }
+    for name, (own, theirs) in sizes.items():
+        if own != theirs:
+            raise SettingError(
+                f"drafter.{name}",
+                f"{own}, but conditioning {model.conditioning.name!r} reads the keys and values of {facts.name}, "
+                f"which has {theirs}",
+                "Use that or null, or another conditioning",
+            )
 
 
 def check_target(theirs: DraftConfig, target: FrozenTarget, *, may_differ: bool) -> None:

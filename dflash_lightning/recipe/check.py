@@ -18,7 +18,7 @@ from omegaconf import DictConfig
 
 from dflash_lightning.data.settings import check_data
 from dflash_lightning.recipe.arguments import Reader, from_source, source_defaults
-from dflash_lightning.recipe.evaluation import EXPECTED_PREFIX, is_measured
+from dflash_lightning.recipe.evaluation import EXPECTED_PREFIX, company_faults, is_measured
 from dflash_lightning.recipe.faults import Fault, hint_for
 from dflash_lightning.recipe.files import file_faults
 from dflash_lightning.recipe.hints import hints_of
@@ -100,6 +100,7 @@ def _check_tree(tree: dict[str, Any], read: Reader) -> Iterator[Fault]:
         yield Fault("loss", "no term is given, so there is nothing to train on", "Add one, e.g. loss=cross_entropy")
     yield from _check_suggested(tree.get("target"), checker)
     yield from _check_monitors(tree.get("callbacks"))
+    yield from company_faults(tree)
     yield from _check_logger(tree.get("logger"))
     yield from trainer_faults(tree.get("trainer"))
     yield from _check_data(mapping_at(tree, "data"))

@@ -1,16 +1,20 @@
-"""Which callbacks of a recipe measure decoding during training, by doing it or without."""
+"""Which callbacks of a recipe measure decoding during training, and which need something else of the recipe."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+from dflash_lightning.recipe.faults import Fault
 from dflash_lightning.recipe.make import locate
 from dflash_lightning.recipe.source import OWN, find_definition
+from dflash_lightning.recipe.tree import mapping_at
 
 _EVALUATION = f"{OWN}.callbacks.SpeculativeEval"
 _EXPECTED = f"{OWN}.callbacks.ExpectedTau"
+_ROLLOUT, _GROWTH = f"{OWN}.callbacks.Rollout", f"{OWN}.callbacks.BlockGrowth"
+_RECORDED, _ON_POLICY = f"{OWN}.block.Recorded", f"{OWN}.loss.OnPolicyLoss"
 EXPECTED_PREFIX = "decode/expected_"  # of its figures, unless it is given another
 _KNOWN = (f"{OWN}.", "lightning.")  # no other class of these decodes
 
@@ -27,6 +31,26 @@ def is_measured(monitor: str, callbacks: Iterable[Any]) -> bool:
     if any(monitor.startswith(prefix) for prefix in prefixes):
         return True
     return not monitor.startswith(EXPECTED_PREFIX) and has_evaluation(nodes)
+
+
+def company_faults(tree: dict[str, Any]) -> Iterator[Fault]:
+    """Callbacks and blocks of which one is of no use without the other.
+
+    They would say so themselves once the target is loaded, or when all has been trained that they had no part in.
+    """
+    callbacks, recorded = mapping_at(tree, "callbacks"), _makes(tree.get("block"), _RECORDED)
+    for name, node in callbacks.items():
+        where = f"callbacks.{name}"
+        if _makes(node, _ROLLOUT) and not recorded:
+            yield Fault(where, "these blocks read no rounds", "Use block=recorded, or leave the callback out")
+        if _makes(node, _GROWTH) and not has_evaluation(callbacks.values()):
+            what = "nothing is decoded while it trains, so nothing is known of the rounds"
+            yield Fault(where, what, f"Add callbacks=[speculative_eval,{name},..]")
+    if recorded and not any(_makes(node, _ROLLOUT) for node in callbacks.values()):
+        for name, node in mapping_at(tree, "loss").items():
+            if _makes(node, _ON_POLICY):
+                what = "reads rounds of real decoding, but no callback records any, so that it would train nothing"
+                yield Fault(f"loss.{name}", what, "Add callbacks=[speculative_eval,rollout,..], or use another loss")
 
 
 def _makes(node: Any, wanted: str) -> bool:

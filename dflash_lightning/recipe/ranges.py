@@ -56,6 +56,8 @@ RANGES: dict[str, Range] = {
     "conditioning.num_features": _COUNT,
     "drafter.num_layers": _COUNT,
     "drafter.init_std": _NOT_NEGATIVE,
+    "drafter.projection_std": _NOT_NEGATIVE,
+    "head.init_std": _NOT_NEGATIVE,
     "block.min_rate": Range(above=0, most=1),
     "loss.*.decay": Range(above=0, note="null weighs all slots alike"),
     "loss.*.temperature": Range(above=0),
@@ -94,6 +96,9 @@ RANGES: dict[str, Range] = {
     "measure.compared": _NOT_NEGATIVE,
     "callbacks.*.limit": Range(least=1, note="null uses all prompts"),
     "callbacks.*.lossless_prompts": _NOT_NEGATIVE,
+    "callbacks.*.ceiling": Range(0, 1),
+    "callbacks.*.documents": Range(least=1, note="null answers all"),
+    "callbacks.*.batch_size": _COUNT,
     "callbacks.*.every_n_steps": Range(least=1, note="null goes by epochs"),
 }
 

@@ -15,7 +15,7 @@ from dflash_lightning.recipe.tree import holds_unknown, mapping_at, select
 from dflash_lightning.target import load_target
 from dflash_lightning.target.preview import TargetPreview, preview
 from dflash_lightning.target.room import most_new_tokens
-from dflash_lightning.training.requirements import check_accumulation, check_signals, check_teacher
+from dflash_lightning.training.requirements import check_accumulation, check_signals, check_tallies, check_teacher
 from dflash_lightning.types import Alignment
 
 _PARTS = ("block", "conditioning", "drafter", "head")
@@ -35,6 +35,7 @@ def part_faults(tree: dict[str, Any]) -> Iterator[Fault]:
     accumulated = mapping_at(tree, "trainer").get("accumulate_grad_batches")
     if isinstance(accumulated, int):
         yield from faults_of(partial(check_accumulation, plan.conditioning, accumulated), "trainer")
+        yield from faults_of(partial(check_tallies, terms, accumulated), "trainer")
 
 
 def target_faults(tree: dict[str, Any], *, local: bool = True) -> Iterator[Fault]:

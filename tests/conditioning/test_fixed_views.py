@@ -14,6 +14,7 @@ from dflash_lightning.drafter import layer as layer_file
 from dflash_lightning.head import MarginalHead
 from dflash_lightning.model import DraftModel, make_draft_config
 from dflash_lightning.model.config import check_parts
+from dflash_lightning.model.start import DraftPlan
 from dflash_lightning.ops.summary import Summary, summarise, summarise_prefixes
 from dflash_lightning.target import TargetAdapter
 from dflash_lightning.testing import check_conditioning
@@ -95,6 +96,28 @@ def model(tiny_target):
 
 def test_training_and_decoding_agree():
     check_conditioning(FixedViews(target_layer_ids=[1, 3], window=4, summaries=3))
+
+
+@torch.no_grad()
+def test_more_slots_than_were_trained_are_fed_without_places(tiny_target, model):
+    settings = DecodingSettings(max_new_tokens=8, batch_size=3, block_size=8, untrained_slots=True, compile=False)
+    found, plain = (
+        settings.make_decoder(tiny_target, draft, longest_prompt=70).decode(PROMPTS, max_new_tokens=8, stop_ids=())
+        for draft in (model, None)
+    )
+    assert [g.output_ids for g in found.generations] == [g.output_ids for g in plain.generations]
+
+
+@pytest.mark.parametrize(("name", "value"), [("num_kv_heads", 1), ("head_dim", 16)])
+def test_heads_of_another_shape_than_the_target_s_are_refused(tiny_target, name, value):
+    plan = DraftPlan(
+        Anchored(block_size=5, label_layout="anchor_first"),
+        views(),
+        BlockTransformer(num_layers=2, **{name: value}),
+        MarginalHead(),
+    )
+    with pytest.raises(ValueError, match=rf"drafter\.{name}: {value}, but conditioning 'fixed_views' reads the keys"):
+        plan.make(tiny_target, {7: 1})
 
 
 @torch.no_grad()

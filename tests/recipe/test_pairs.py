@@ -161,6 +161,37 @@ def test_the_recipe_without_them_has_no_fault(faults_with: Any) -> None:
             ["conditioning=carryover", "trainer.accumulate_grad_batches=2"],
             ("trainer.accumulate_grad_batches: ", "2", "'carryover'", "Use 1"),
         ),
+        ({}, ["head=prefix", "head.init_std=-1"], ("head.init_std: ", "-1 is not 0 or more", "Set a")),
+        (
+            {},
+            ["callbacks=[speculative_eval,rollout,checkpoint]", "callbacks.rollout.documents=0"],
+            ("callbacks.rollout.documents: ", "0 is not 1 or more", "null answers all"),
+        ),
+        (
+            {},
+            ["callbacks=[speculative_eval,block_growth,checkpoint]", "callbacks.block_growth.ceiling=2"],
+            ("callbacks.block_growth.ceiling: ", "2 is not between 0 and 1"),
+        ),
+        (
+            {},
+            ["callbacks=[speculative_eval,rollout,checkpoint]"],
+            ("callbacks.rollout: ", "read no rounds", "Use block=recorded"),
+        ),
+        (
+            {},
+            ["callbacks=[block_growth,checkpoint_last]", "block=growing"],
+            ("callbacks.block_growth: ", "nothing is decoded", "Add callbacks=[speculative_eval,block_growth"),
+        ),
+        (
+            {},
+            ["block=recorded", "loss=on_policy"],
+            ("loss.on_policy: ", "no callback records any", "Add callbacks=[speculative_eval,rollout"),
+        ),
+        (
+            {},
+            ["loss=on_policy", "trainer.accumulate_grad_batches=2"],
+            ("trainer.accumulate_grad_batches: ", "2", "loss.on_policy", "Use 1"),
+        ),
         (
             {},
             ["conditioning=carryover", "block=tokens", "drafter=causal_transformer"],

@@ -32,7 +32,7 @@ def run(parts, write_rows, tiny_target, tmp_path, monkeypatch):
     prompts.write_text(json.dumps({"turns": ["red"]}) + "\n")
     path, figures = write_rows(LENGTHS), Evaluation.figures
 
-    def fit(ceilings, epochs, *, block=None, callbacks=(), **fit_settings):
+    def fit(ceilings, epochs, *, block=None, fed=None, callbacks=(), **fit_settings):
         def found():  # by the epochs that were trained
             return ceilings[trainer.global_step // 4]
 
@@ -41,7 +41,7 @@ def run(parts, write_rows, tiny_target, tmp_path, monkeypatch):
         module = make_module(
             tiny_target, block=block or growing(), loss={"stepped": SteppedCrossEntropy(trained=3, labels="data")}
         )
-        settings = DecodingSettings(max_new_tokens=8, batch_size=2, compile=False)
+        settings = DecodingSettings(max_new_tokens=8, batch_size=2, compile=False, block_size=fed)
         evaluation, growth = SpeculativeEval(str(prompts), decoding=settings, lossless_prompts=1), BlockGrowth()
         trainer = make_trainer(tmp_path, max_epochs=epochs, callbacks=[evaluation, growth, *callbacks])
         trainer.fit(module, datamodule=make_data(tiny_target, path, packing=False), **fit_settings)
@@ -119,6 +119,8 @@ def test_blocks_that_cannot_grow_and_a_run_that_decodes_nothing_are_refused(
 ):
     with pytest.raises(ValueError, match=r"callbacks\.block_growth: 'anchored' blocks do not grow beyond 4 slots"):
         run([0.0], 1, block=Anchored(block_size=4, num_anchors=4))
+    with pytest.raises(ValueError, match=r"decoding\.block_size: 3 slots are fed whatever blocks have grown to"):
+        run([0.9], 1, fed=3)
     make_module, make_data, make_trainer = parts
     module, data = make_module(tiny_target, block=growing()), make_data(tiny_target, write_rows(LENGTHS))
     with pytest.raises(ValueError, match=r"callbacks\.block_growth: nothing is decoded while it trains"):
