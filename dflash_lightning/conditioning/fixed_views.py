@@ -94,10 +94,9 @@ class FixedViews(Conditioning):
 
     def slots(self, embeddings: Float[Tensor, "B N K H"], boundary: Float[Tensor, "B N H"]) -> Float[Tensor, "B N K H"]:
         """What the slots are fed; those beyond the trained ones have no place of their own."""
-        places, missing = self.places, embeddings.shape[2] - len(self.places)
-        if missing > 0:
-            places = F.pad(places, (0, 0, 0, missing))
-        placed = embeddings + places[: embeddings.shape[2]].to(embeddings.dtype)
+        count = embeddings.shape[2]
+        places = F.pad(self.places[:count], (0, 0, 0, max(0, count - len(self.places))))
+        placed = embeddings + places.to(embeddings.dtype)
         both = torch.cat([placed, boundary[:, :, None].to(embeddings.dtype).expand_as(placed)], dim=-1)
         return self.slot_norm(self.mix_slot(F.silu(self.join_slot(both)))).to(embeddings.dtype)
 

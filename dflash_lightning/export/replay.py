@@ -17,8 +17,7 @@ from dflash_lightning.model import DraftModel
 from dflash_lightning.ops.lm_head import LanguageHead
 from dflash_lightning.ops.plain_mode import plain_mode
 from dflash_lightning.target import FrozenTarget
-from dflash_lightning.training.rounds import best_chain
-from dflash_lightning.types import FeatureSpec
+from dflash_lightning.types import FeatureSpec, best_chain
 
 REPLAY_FILE = "replay.json"
 NUM_LARGEST, NUM_SPREAD = 16, 32  # logits kept per slot: the largest, and token ids evenly spaced over the vocabulary

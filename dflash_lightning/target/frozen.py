@@ -240,7 +240,8 @@ class FrozenTarget:
     def trunk(self, spec: FeatureSpec) -> Trunk:
         """The decoder up to the last layer that ``spec`` needs, made once."""
         if spec not in self._trunks:
-            check_layer_ids(tuple(sorted({*spec.layer_ids, *spec.kv_ids})), self.facts)
+            check_layer_ids(spec.layer_ids, self.facts)
+            check_layer_ids(tuple(sorted({*spec.kv_ids})), self.facts)  # several draft layers may read one
             self._trunks[spec] = Trunk(self.anatomy, spec)
         return self._trunks[spec]
 

@@ -23,7 +23,7 @@ from dflash_lightning.model import DraftModel
 from dflash_lightning.ops.lm_head import LanguageHead
 from dflash_lightning.target import FrozenTarget, ReadText, branch_features, check_branches
 from dflash_lightning.training.requirements import check_accumulation
-from dflash_lightning.types import BlockLayout, Carried, FeatureSpec, Scores, TargetFeatures, TrainBatch
+from dflash_lightning.types import BlockLayout, Carried, FeatureSpec, TargetFeatures, TrainBatch, best_chain
 
 _DRAFTED_AT_ONCE = 512  # slots whose full logits exist at a time
 _STRIDES = (0.6180339887498949, 0.41421356237309515)
@@ -128,24 +128,6 @@ def _recalled(
         states = ahead[row][mine]
         found[row, : len(states)] = states
     return found
-
-
-def best_chain(scores: Scores, roots: Int[Tensor, " B"]) -> Int[Tensor, "B D"]:
-    """The likeliest token of every law, each after the ones before it."""
-    if scores.step is None:
-        return _likeliest(scores)
-    state, drafts = scores.state, [roots[:, None]]
-    for depth in range(scores.logits.shape[1]):
-        law, state = scores.step(state, drafts[-1], depth)
-        drafts.append(_likeliest(law))
-    return torch.cat(drafts[1:], dim=1)
-
-
-def _likeliest(scores: Scores) -> Int[Tensor, "B n"]:
-    best, ids = scores.logits.argmax(-1), scores.ids
-    if ids is None:
-        return best
-    return ids[best] if ids.ndim == 1 else ids.gather(-1, best[..., None])[..., 0]
 
 
 def agreement(batch: TrainBatch, layout: BlockLayout, drafts: Int[Tensor, "B N D"]) -> Int[Tensor, "B N"]:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -57,3 +58,21 @@ def gather_lanes(state: Any, index: Int[Tensor, "B W"]) -> Any:
         return type(state)(gather_lanes(value, index) for value in state)
     assert state is None, f"a state of lanes is made of tensors, not of {type(state)}"
     return None
+
+
+def best_chain(scores: Scores, roots: Int[Tensor, " B"]) -> Int[Tensor, "B D"]:
+    """The likeliest token of every law, each after the ones before it."""
+    if scores.step is None:
+        return _likeliest(scores)
+    state, drafts = scores.state, [roots[:, None]]
+    for depth in range(scores.logits.shape[1]):
+        law, state = scores.step(state, drafts[-1], depth)
+        drafts.append(_likeliest(law))
+    return torch.cat(drafts[1:], dim=1)
+
+
+def _likeliest(scores: Scores) -> Int[Tensor, "B n"]:
+    best, ids = scores.logits.argmax(-1), scores.ids
+    if ids is None:
+        return best
+    return ids[best] if ids.ndim == 1 else ids.gather(-1, best[..., None])[..., 0]

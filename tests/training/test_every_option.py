@@ -46,6 +46,7 @@ SMALL: dict[str, list[str]] = {
     "dfly": [*FEW, "trainer.max_epochs=4"],  # its correction begins at 0 and is not trained in the first step
     "dblast": [*FEW, "trainer.max_epochs=4"],  # categories that begin alike do not part in the first step
     # Its confidence teaches itself only: the first Markov factor moves once the second, 0 at first, has moved.
+    "taps": [*FEW, "trainer.max_epochs=3"],  # its scorer begins at 0
     "hspec": [*FEW, "trainer.max_epochs=3", "drafter.state_heads=4"],
     "domino": [*FEW, "trainer.max_epochs=3", "head.state_size=32"],  # its correction as dfly's
     "dels": [*FEW, "head.state_size=32"],
