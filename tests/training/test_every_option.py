@@ -87,6 +87,7 @@ def test_every_option_is_trained_below() -> None:
     assert {("loss", "tv"), ("block", "masked"), ("target", "tiny"), ("loss", "cross_entropy")} <= DEFAULTS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", OUTER)
 def test_every_recipe_trains(place: Any, recipe: str) -> None:
     """As it is shipped but for the number of rows and blocks, on the CPU; every weight of the drafter moves."""
