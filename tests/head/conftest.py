@@ -16,6 +16,25 @@ from dflash_lightning.ops.lm_head import LabelLogProb, LanguageHead
 from dflash_lightning.types import BlockLayout, Scores, gather_lanes
 
 
+def lay_out_texts(
+    make_layout: Callable[..., BlockLayout], paths: torch.Tensor, root: int, first_slot: int
+) -> BlockLayout:
+    """A block per text of ``paths`` [N, D] behind ``root``, all its slots labelled; ``first_slot`` predicts first."""
+    count, size = len(paths), paths.shape[1] + first_slot
+    layout = make_layout([[5] * count], block_size=size)
+    predicts = (torch.arange(size) >= first_slot).expand(1, count, size)
+    text = torch.cat([torch.full((count, 1 + first_slot), root), paths], dim=1)[None]
+    return replace(
+        layout,
+        labels=text[..., 1:].contiguous(),
+        prev_ids=text[..., :-1].contiguous(),
+        predicts=predicts,
+        scored=predicts,
+        valid=predicts,
+        rows=predicts.flatten().nonzero().squeeze(1),
+    )
+
+
 @dataclass(frozen=True)
 class World:
     """Three tokens, hidden states of four numbers, texts of three tokens behind the root; all of it in float64."""
@@ -51,19 +70,7 @@ class World:
 
     def layout(self, first_slot: int = 0) -> BlockLayout:
         """One block per text of ``paths``, all of its slots labelled; ``first_slot`` predicts first."""
-        size, paths = self.depth + first_slot, self.paths
-        layout = self.make_layout([[5] * len(paths)], block_size=size)
-        predicts = (torch.arange(size) >= first_slot).expand(1, len(paths), size)
-        text = torch.cat([torch.full((len(paths), 1 + first_slot), self.root), paths], dim=1)[None]
-        return replace(
-            layout,
-            labels=text[..., 1:].contiguous(),
-            prev_ids=text[..., :-1].contiguous(),
-            predicts=predicts,
-            scored=predicts,
-            valid=predicts,
-            rows=predicts.flatten().nonzero().squeeze(1),
-        )
+        return lay_out_texts(self.make_layout, self.paths, self.root, first_slot)
 
     def stepped(self, scores: Scores, path: list[int], root: int | None = None) -> list[torch.Tensor]:
         """The logits at every depth along ``path``."""
@@ -123,3 +130,13 @@ class World:
 @pytest.fixture
 def world(make_layout: Callable[..., BlockLayout]) -> World:
     return World(make_layout)
+
+
+@pytest.fixture
+def every_text(make_layout: Callable[..., BlockLayout]) -> Callable[..., BlockLayout]:
+    """A block per text of three tokens behind root 2; called with the slot that predicts first."""
+
+    def lay_out(first_slot: int = 1) -> BlockLayout:
+        return World(make_layout).layout(first_slot)
+
+    return lay_out

@@ -20,7 +20,6 @@ from dflash_lightning.head import CorrectedHead, MarginalHead
 from dflash_lightning.model import DraftModel, make_draft_config
 from dflash_lightning.ops.lm_head import LabelLogProb, LanguageHead
 from dflash_lightning.recipe import load_recipe
-from dflash_lightning.types import BlockLayout
 
 V, H, DEPTH = 3, 4, 3
 TEXTS = torch.tensor(list(itertools.product(range(V), repeat=DEPTH)))
@@ -41,27 +40,10 @@ def make_lm(seed: int = 1) -> LanguageHead:
     return LanguageHead(weight, embedding=embedding)
 
 
-def every_text(make_layout: Any, first_slot: int = 1) -> BlockLayout:
-    """A block per text behind root 2; ``first_slot`` predicts first."""
-    size = DEPTH + first_slot
-    layout = make_layout([[5] * len(TEXTS)], block_size=size)
-    predicts = (torch.arange(size) >= first_slot).expand(1, len(TEXTS), size)
-    text = torch.cat([torch.full((len(TEXTS), 1 + first_slot), 2), TEXTS], dim=1)[None]
-    return replace(
-        layout,
-        labels=text[..., 1:].contiguous(),
-        prev_ids=text[..., :-1].contiguous(),
-        predicts=predicts,
-        scored=predicts,
-        valid=predicts,
-        rows=predicts.flatten().nonzero().squeeze(1),
-    )
-
-
 @pytest.mark.parametrize("first_slot", [0, 1])
-def test_the_law_in_training_is_the_law_of_the_steps_after_the_same_tokens(first_slot: int, make_layout: Any) -> None:
+def test_the_law_in_training_is_the_law_of_the_steps_after_the_same_tokens(first_slot: int, every_text: Any) -> None:
     """All 27 texts."""
-    head, lm, layout = make_head(), make_lm(), every_text(make_layout, first_slot)
+    head, lm, layout = make_head(), make_lm(), every_text(first_slot)
     hidden = torch.randn(1, 1, DEPTH + first_slot, H, dtype=torch.float64)
     out = head.outputs(hidden.expand(-1, len(TEXTS), -1, -1), layout, lm)
     (trained,) = out.views["main"].ask(LabelLogProb(layout.labels))
@@ -77,8 +59,8 @@ def test_the_law_in_training_is_the_law_of_the_steps_after_the_same_tokens(first
     assert float(total.exp().sum()) == pytest.approx(1.0)
 
 
-def test_an_untrained_head_is_the_marginals_bit_for_bit(make_layout: Any) -> None:
-    head, layout = CorrectedHead(init_std=1.0), every_text(make_layout)
+def test_an_untrained_head_is_the_marginals_bit_for_bit(every_text: Any) -> None:
+    head, layout = CorrectedHead(init_std=1.0), every_text()
     head.build(DraftConfig(hidden_size=H, vocab_size=V))
     lm, hidden = make_lm(), torch.randn(1, len(TEXTS), DEPTH + 1, H)
     lm = LanguageHead(lm.weight.float(), embedding=lm.embedding.float())
@@ -94,9 +76,9 @@ def test_an_untrained_head_is_the_marginals_bit_for_bit(make_layout: Any) -> Non
     assert float((after[0] - after[1]).abs().min().detach()) > 1e-4, "after a step it knows the token"
 
 
-def test_a_slot_knows_the_token_before_it_and_no_other(make_layout: Any) -> None:
+def test_a_slot_knows_the_token_before_it_and_no_other(every_text: Any) -> None:
     """Changing the token before slot 3 moves slot 3 only, in training; gradients reach every weight and the drafter."""
-    head, lm, layout = make_head(), make_lm(), every_text(make_layout)
+    head, lm, layout = make_head(), make_lm(), every_text()
     hidden = torch.randn(1, len(TEXTS), DEPTH + 1, H, dtype=torch.float64, requires_grad=True)
 
     def log_probs(prev_ids: torch.Tensor) -> torch.Tensor:
@@ -112,8 +94,8 @@ def test_a_slot_knows_the_token_before_it_and_no_other(make_layout: Any) -> None
     assert bool((hidden.grad[..., 1:, :] != 0).any())
 
 
-def test_the_confidence_knows_no_token_and_its_gradient_stays_out_of_the_drafter(make_layout: Any) -> None:
-    head, lm, layout = make_head(confidence=True), make_lm(), every_text(make_layout)
+def test_the_confidence_knows_no_token_and_its_gradient_stays_out_of_the_drafter(every_text: Any) -> None:
+    head, lm, layout = make_head(confidence=True), make_lm(), every_text()
     hidden = torch.randn(1, 1, DEPTH + 1, H, dtype=torch.float64, requires_grad=True)
     signal = head.outputs(hidden.expand(-1, len(TEXTS), -1, -1), layout, lm).signals["confidence"]
     assert float((signal - signal[:, :1]).abs().max().detach()) == 0.0 and signal.dtype == torch.float32

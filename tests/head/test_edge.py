@@ -19,7 +19,6 @@ from dflash_lightning.head import EdgeHead, HeadOutput, MarginalHead
 from dflash_lightning.loss import ReachLoss
 from dflash_lightning.ops.lm_head import LabelLogProb, LanguageHead, View
 from dflash_lightning.testing import check_head, check_loss
-from dflash_lightning.types import BlockLayout
 
 V, H, DEPTH, ROOT = 3, 4, 3, 2
 PATHS = torch.tensor(list(itertools.product(range(V), repeat=DEPTH)))  # every text of three tokens
@@ -32,26 +31,9 @@ def make_head(**settings: Any) -> EdgeHead:
     return head.double()
 
 
-def every_text(make_layout: Any, *, first_slot: int) -> BlockLayout:
-    """One block per text of ``PATHS`` behind the root, all of its slots labelled; ``first_slot`` predicts first."""
-    size = DEPTH + first_slot
-    layout = make_layout([[5] * len(PATHS)], block_size=size)
-    predicts = (torch.arange(size) >= first_slot).expand(1, len(PATHS), size)
-    text = torch.cat([torch.full((len(PATHS), 1 + first_slot), ROOT), PATHS], dim=1)[None]
-    return replace(
-        layout,
-        labels=text[..., 1:].contiguous(),
-        prev_ids=text[..., :-1].contiguous(),
-        predicts=predicts,
-        scored=predicts,
-        valid=predicts,
-        rows=predicts.flatten().nonzero().squeeze(1),
-    )
-
-
 @pytest.mark.parametrize("first_slot", [0, 1])
-def test_the_law_in_training_is_the_law_of_the_steps_after_the_same_tokens(first_slot: int, make_layout: Any) -> None:
-    head, layout = make_head(), every_text(make_layout, first_slot=first_slot)
+def test_the_law_in_training_is_the_law_of_the_steps_after_the_same_tokens(first_slot: int, every_text: Any) -> None:
+    head, layout = make_head(), every_text(first_slot=first_slot)
     lm = LanguageHead(torch.randn(V, H, dtype=torch.float64), softcap=2.0)
     hidden = torch.randn(1, 1, DEPTH + first_slot, H, dtype=torch.float64)
     out = head.outputs(hidden.expand(-1, len(PATHS), -1, -1), layout, lm)
@@ -82,9 +64,9 @@ def test_lanes_step_as_if_each_were_alone_and_a_parent_moves_its_own_children_on
     assert not torch.allclose(together.logits[0, 0], together.logits[0, 1])
 
 
-def test_an_untrained_head_drafts_as_the_marginals_do_bit_for_bit(make_layout: Any) -> None:
+def test_an_untrained_head_drafts_as_the_marginals_do_bit_for_bit(every_text: Any) -> None:
     """And its tree, at a flat cost, is the best one of the marginals."""
-    head, layout = EdgeHead(candidates=2, rank=2, width=5), every_text(make_layout, first_slot=0)
+    head, layout = EdgeHead(candidates=2, rank=2, width=5), every_text(first_slot=0)
     head.build(DraftConfig(hidden_size=H, vocab_size=V, block_size=DEPTH))
     lm, hidden = LanguageHead(torch.randn(V, H)), torch.randn(1, len(PATHS), DEPTH, H)
     found, expected = (h.outputs(hidden, layout, lm).views["main"] for h in (head, MarginalHead()))
@@ -99,8 +81,8 @@ def test_an_untrained_head_drafts_as_the_marginals_do_bit_for_bit(make_layout: A
 
 
 @pytest.mark.parametrize("detach", [False, True])
-def test_the_drafter_is_trained_by_the_marginals_and_by_the_scorer_if_it_may(detach: bool, make_layout: Any) -> None:
-    head, layout = make_head(detach=detach), every_text(make_layout, first_slot=0)
+def test_the_drafter_is_trained_by_the_marginals_and_by_the_scorer_if_it_may(detach: bool, every_text: Any) -> None:
+    head, layout = make_head(detach=detach), every_text(first_slot=0)
     lm = LanguageHead(torch.randn(V, H, dtype=torch.float64))
     hidden = torch.randn(1, len(PATHS), DEPTH, H, dtype=torch.float64, requires_grad=True)
     out = head.outputs(hidden, layout, lm)
@@ -138,9 +120,9 @@ def test_the_contracts() -> None:
         EdgeHead(candidates=0)
 
 
-def test_reaching_a_path_by_hand(make_layout: Any) -> None:
+def test_reaching_a_path_by_hand(every_text: Any) -> None:
     """Edges of .5 and .25: the path is reached with .5 and .125, left with .5 and .375; behind a gap nothing counts."""
-    layout = every_text(make_layout, first_slot=0)
+    layout = every_text(first_slot=0)
     laws = torch.tensor([[0.5, 0.2, 0.3], [0.25, 0.7, 0.05], [0.4, 0.3, 0.3]]).log()
     hidden = laws.expand(1, len(PATHS), -1, -1)
     lm = LanguageHead(torch.eye(3))

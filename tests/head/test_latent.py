@@ -40,23 +40,6 @@ def make_lm(size: int = V, **settings: Any) -> LanguageHead:
     return LanguageHead(weight, **settings)
 
 
-def every_text(make_layout: Any, first_slot: int = 1) -> BlockLayout:
-    """A block per text behind root 2; ``first_slot`` predicts first."""
-    size = DEPTH + first_slot
-    layout = make_layout([[5] * len(TEXTS)], block_size=size)
-    predicts = (torch.arange(size) >= first_slot).expand(1, len(TEXTS), size)
-    text = torch.cat([torch.full((len(TEXTS), 1 + first_slot), 2), TEXTS], dim=1)[None]
-    return replace(
-        layout,
-        labels=text[..., 1:].contiguous(),
-        prev_ids=text[..., :-1].contiguous(),
-        predicts=predicts,
-        scored=predicts,
-        valid=predicts,
-        rows=predicts.flatten().nonzero().squeeze(1),
-    )
-
-
 def joint(head: LatentHead, hidden: Tensor, lm: LanguageHead) -> Tensor:
     """The probability of every text from the formula: sum over categories of the prior and a product of laws."""
     change = head.up.weight.unflatten(0, (head.categories, H)) @ head.down.weight  # [Z, H, H]
@@ -79,10 +62,10 @@ def walked(scores: Scores, text: list[int]) -> list[Tensor]:
 @pytest.mark.parametrize("first_slot", [0, 1])
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_training_decoding_and_the_formula_have_one_law(
-    first_slot: int, softcap: float | None, make_layout: Any
+    first_slot: int, softcap: float | None, every_text: Any
 ) -> None:
     """All 27 texts: the product of the predictive laws is the probability of the text under the mixture."""
-    head, lm, layout = make_head(), make_lm(softcap=softcap), every_text(make_layout, first_slot)
+    head, lm, layout = make_head(), make_lm(softcap=softcap), every_text(first_slot)
     hidden = torch.randn(1, 1, DEPTH + first_slot, H, dtype=torch.float64)
     out = head.outputs(hidden.expand(-1, len(TEXTS), -1, -1), layout, lm)
     (trained,) = out.views["main"].ask(LabelLogProb(layout.labels))
@@ -112,8 +95,8 @@ def test_the_worked_example_of_two_categories() -> None:
     assert scores.logits[0, 1].exp().tolist() == pytest.approx([0.28, 0.72]), "the first look knows no token"
 
 
-def test_one_category_and_an_untrained_head_are_the_marginals(make_layout: Any) -> None:
-    layout, lm = every_text(make_layout), make_lm()
+def test_one_category_and_an_untrained_head_are_the_marginals(every_text: Any) -> None:
+    layout, lm = every_text(), make_lm()
     hidden = torch.randn(1, len(TEXTS), DEPTH + 1, H, dtype=torch.float64)
     (plain,) = MarginalHead().outputs(hidden, layout, lm).views["main"].ask(LabelLogProb(layout.labels))
     fresh = LatentHead()
@@ -128,9 +111,9 @@ def test_one_category_and_an_untrained_head_are_the_marginals(make_layout: Any) 
     assert float(fresh.up.weight.detach().abs().min()) > 0.0, "categories that begin alike would stay alike"
 
 
-def test_gradients_reach_all_and_are_those_of_the_formula(make_layout: Any) -> None:
+def test_gradients_reach_all_and_are_those_of_the_formula(every_text: Any) -> None:
     """Of the probability of a text, against autograd through the dense formula."""
-    head, lm, layout = make_head(), make_lm(), every_text(make_layout)
+    head, lm, layout = make_head(), make_lm(), every_text()
     hidden = torch.randn(1, 1, DEPTH + 1, H, dtype=torch.float64, requires_grad=True)
     wanted = [hidden, *head.parameters()]
     weight = torch.randn(len(TEXTS), dtype=torch.float64)
@@ -150,9 +133,9 @@ def test_gradients_reach_all_and_are_those_of_the_formula(make_layout: Any) -> N
         assert bool((ours != 0).any())
 
 
-def test_a_token_changes_the_laws_behind_it_and_no_other(make_layout: Any) -> None:
+def test_a_token_changes_the_laws_behind_it_and_no_other(every_text: Any) -> None:
     """A slot must not know its own label, nor a later one; an unlabelled slot tells nothing."""
-    head, lm, layout = make_head(), make_lm(), every_text(make_layout)
+    head, lm, layout = make_head(), make_lm(), every_text()
     hidden = torch.randn(1, 1, DEPTH + 1, H, dtype=torch.float64).expand(-1, len(TEXTS), -1, -1)
 
     def weights(layout: BlockLayout) -> Tensor:
@@ -168,8 +151,8 @@ def test_a_token_changes_the_laws_behind_it_and_no_other(make_layout: Any) -> No
     torch.testing.assert_close(weights(kept).view(len(TEXTS), 2, -1)[:, 1], before[:, 1])
 
 
-def test_a_label_outside_the_drafts_vocabulary_tells_nothing(make_layout: Any) -> None:
-    head, layout = make_head(), every_text(make_layout)
+def test_a_label_outside_the_drafts_vocabulary_tells_nothing(every_text: Any) -> None:
+    head, layout = make_head(), every_text()
     lm = make_lm().restrict(torch.tensor([0, 2]))
     hidden = torch.randn(1, 1, DEPTH + 1, H, dtype=torch.float64)
     (said,) = (

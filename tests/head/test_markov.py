@@ -49,30 +49,13 @@ def make_head(variant: str = "plain", **settings: Any) -> MarkovHead:
     return head.double()
 
 
-def every_text(make_layout: Any, *, first_slot: int) -> BlockLayout:
-    """One block per text of ``PATHS`` behind the root, all of its slots labelled; ``first_slot`` predicts first."""
-    size = DEPTH + first_slot
-    layout = make_layout([[5] * len(PATHS)], block_size=size)
-    predicts = (torch.arange(size) >= first_slot).expand(1, len(PATHS), size)
-    text = torch.cat([torch.full((len(PATHS), 1 + first_slot), ROOT), PATHS], dim=1)[None]
-    return replace(
-        layout,
-        labels=text[..., 1:].contiguous(),
-        prev_ids=text[..., :-1].contiguous(),
-        predicts=predicts,
-        scored=predicts,
-        valid=predicts,
-        rows=predicts.flatten().nonzero().squeeze(1),
-    )
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("first_slot", [0, 1])
 def test_the_law_in_training_is_the_law_of_the_steps_after_the_same_tokens(
-    variant: str, first_slot: int, make_layout: Any
+    variant: str, first_slot: int, every_text: Any
 ) -> None:
     """By enumeration: all 27 texts, each slot's probability and confidence, with a soft cap on the target's part."""
-    head, layout = make_head(variant), every_text(make_layout, first_slot=first_slot)
+    head, layout = make_head(variant), every_text(first_slot=first_slot)
     lm = LanguageHead(torch.randn(V, H, dtype=torch.float64), softcap=2.0)
     hidden = torch.randn(1, 1, DEPTH + first_slot, H, dtype=torch.float64)
     out = head.outputs(hidden.expand(-1, len(PATHS), -1, -1), layout, lm)
@@ -117,8 +100,8 @@ def test_lanes_step_as_if_each_were_alone(variant: str) -> None:
         torch.testing.assert_close(together.logits[b, w], at.logits[b, 0])
 
 
-def test_an_untrained_head_drafts_as_the_marginals_do(make_layout: Any) -> None:
-    head, layout = MarkovHead(rank=2), every_text(make_layout, first_slot=0)
+def test_an_untrained_head_drafts_as_the_marginals_do(every_text: Any) -> None:
+    head, layout = MarkovHead(rank=2), every_text(first_slot=0)
     head.build(DraftConfig(hidden_size=H, vocab_size=V))
     lm, hidden = LanguageHead(torch.randn(V, H)), torch.randn(1, len(PATHS), DEPTH, H)
     found, expected = (h.outputs(hidden, layout, lm).views["main"] for h in (head, MarginalHead()))
@@ -133,12 +116,12 @@ def test_the_published_size(make_layout: Any) -> None:
     assert head.previous.weight.numel() + head.following.weight.numel() == 77_791_232
 
 
-def test_a_reduced_vocabulary_has_fewer_followers_and_every_predecessor(make_layout: Any) -> None:
+def test_a_reduced_vocabulary_has_fewer_followers_and_every_predecessor(every_text: Any) -> None:
     """The root and the data's own tokens may be none of the drafter's."""
     head = MarkovHead(rank=2)
     head.build(DraftConfig(hidden_size=H, vocab_size=V, draft_vocab_size=2))
     lm = LanguageHead(torch.randn(V, H)).restrict(torch.tensor([0, 2]))
-    layout = every_text(make_layout, first_slot=0)
+    layout = every_text(first_slot=0)
     hidden = torch.randn(1, len(PATHS), DEPTH, H)
     (found,) = head.outputs(hidden, layout, lm).views["main"].ask(LabelLogProb(layout.labels))
     assert bool((found[layout.labels == 1] == 0).all()) and bool((found[layout.labels != 1] < 0).all())
@@ -151,9 +134,9 @@ def test_a_reduced_vocabulary_has_fewer_followers_and_every_predecessor(make_lay
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("detach", [False, True])
 def test_both_losses_reach_every_weight_and_the_confidence_the_drafter_only_if_wanted(
-    variant: str, detach: bool, make_layout: Any
+    variant: str, detach: bool, every_text: Any
 ) -> None:
-    head, layout = make_head(variant, detach_confidence=detach), every_text(make_layout, first_slot=0)
+    head, layout = make_head(variant, detach_confidence=detach), every_text(first_slot=0)
     lm = LanguageHead(torch.randn(V, H, dtype=torch.float64))
     hidden = torch.randn(1, len(PATHS), DEPTH, H, dtype=torch.float64, requires_grad=True)
     out = head.outputs(hidden, layout, lm)
