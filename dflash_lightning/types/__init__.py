@@ -14,7 +14,7 @@ from dflash_lightning.types.carried import Carried
 from dflash_lightning.types.facts import TargetFacts
 from dflash_lightning.types.features import FeatureSpec, TargetFeatures
 from dflash_lightning.types.rounds import DecodedRound, Segment, label_log_probs, segments
-from dflash_lightning.types.scores import Scores, best_chain, gather_lanes
+from dflash_lightning.types.scores import Scores, best_chain, gather_lanes, token_ids
 
 __all__ = [
     "LABEL_LAYOUTS",
@@ -37,4 +37,5 @@ __all__ = [
     "gather_lanes",
     "label_log_probs",
     "segments",
+    "token_ids",
 ]

@@ -72,7 +72,11 @@ def best_chain(scores: Scores, roots: Int[Tensor, " B"]) -> Int[Tensor, "B D"]:
 
 
 def _likeliest(scores: Scores) -> Int[Tensor, "B n"]:
-    best, ids = scores.logits.argmax(-1), scores.ids
+    return token_ids(scores.logits.argmax(-1)[..., None], scores.ids)[..., 0]
+
+
+def token_ids(places: Int[Tensor, "B D K"], ids: Int[Tensor, "*slots v"] | None) -> Int[Tensor, "B D K"]:
+    """Tokens of columns: ``ids`` are the same for all slots ``[v]``, or each slot's own ``[B, D, v]``."""
     if ids is None:
-        return best
-    return ids[best] if ids.ndim == 1 else ids.gather(-1, best[..., None])[..., 0]
+        return places
+    return ids[places] if ids.ndim == 1 else ids.gather(-1, places)

@@ -7,13 +7,13 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from dflash_lightning.decoding.builder.base import DraftBuilder
-from dflash_lightning.decoding.builder.draft_law import token_ids
 from dflash_lightning.decoding.builder.grow import Pool, grow
 from dflash_lightning.decoding.builder.shape import best_first
 from dflash_lightning.decoding.law import highest
 from dflash_lightning.decoding.sampling import Sampler
 from dflash_lightning.decoding.types import Draft, Round, Scores
 from dflash_lightning.errors import SettingError
+from dflash_lightning.types import token_ids
 
 
 class BestFirstTree(DraftBuilder):

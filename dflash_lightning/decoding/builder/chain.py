@@ -10,12 +10,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from dflash_lightning.decoding.builder.base import DraftBuilder
-from dflash_lightning.decoding.builder.draft_law import draft_law, token_ids
+from dflash_lightning.decoding.builder.draft_law import draft_law
 from dflash_lightning.decoding.builder.steps import follow
 from dflash_lightning.decoding.law import Law, first_argmax, greedy_law
 from dflash_lightning.decoding.noise import Noise, Stream
 from dflash_lightning.decoding.sampling import Sampler
 from dflash_lightning.decoding.types import Draft, Round, Scores
+from dflash_lightning.types import token_ids
 
 
 class BestChain(DraftBuilder):

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from dflash_lightning.decoding.law import Law
 from dflash_lightning.decoding.sampling import Sampler
+from dflash_lightning.types import token_ids
 
 
 def draft_law(logits: Float[Tensor, "B D v"], ids: Int[Tensor, "*slots v"] | None, sampler: Sampler) -> Law:
@@ -17,10 +18,3 @@ def draft_law(logits: Float[Tensor, "B D v"], ids: Int[Tensor, "*slots v"] | Non
     if law.ids is None:
         return Law(law.mass, ids.expand(law.mass.shape))
     return Law(law.mass, token_ids(law.ids, ids))
-
-
-def token_ids(places: Int[Tensor, "B D K"], ids: Int[Tensor, "*slots v"] | None) -> Int[Tensor, "B D K"]:
-    """Tokens of columns: ``ids`` are the same for all slots ``[v]``, or each slot's own ``[B, D, v]``."""
-    if ids is None:
-        return places
-    return ids[places] if ids.ndim == 1 else ids.gather(-1, places)

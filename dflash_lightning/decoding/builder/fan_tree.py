@@ -11,12 +11,12 @@ from jaxtyping import Int
 from torch import Tensor
 
 from dflash_lightning.decoding.builder.base import DraftBuilder
-from dflash_lightning.decoding.builder.draft_law import token_ids
 from dflash_lightning.decoding.builder.grow import grow
 from dflash_lightning.decoding.law import highest
 from dflash_lightning.decoding.sampling import Sampler
 from dflash_lightning.decoding.types import Draft, Round, Scores
 from dflash_lightning.errors import SettingError
+from dflash_lightning.types import token_ids
 
 # What hangs under a node, likeliest first: log-probability given the node, token, and the child's key.
 Offer = list[tuple[float, int, int]]

@@ -9,11 +9,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from dflash_lightning.decoding.builder.draft_law import token_ids
 from dflash_lightning.decoding.builder.steps import as_steps
 from dflash_lightning.decoding.law import highest
 from dflash_lightning.decoding.types import Scores
-from dflash_lightning.types import gather_lanes
+from dflash_lightning.types import gather_lanes, token_ids
 
 # ``children(laws of the lanes, depth, count)``: log-probabilities and tokens [B W count] of every lane's best children.
 Children = Callable[[Scores, int, int], tuple[Tensor, Tensor]]

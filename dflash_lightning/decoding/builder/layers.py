@@ -9,12 +9,12 @@ from torch import Tensor
 
 from dflash_lightning.decoding.builder.base import DraftBuilder
 from dflash_lightning.decoding.builder.best_first import check_budget, tree_of_pool
-from dflash_lightning.decoding.builder.draft_law import token_ids
 from dflash_lightning.decoding.builder.grow import Children, grow, likeliest
 from dflash_lightning.decoding.law import highest
 from dflash_lightning.decoding.sampling import Sampler
 from dflash_lightning.decoding.types import Draft, Round, Scores
 from dflash_lightning.errors import SettingError
+from dflash_lightning.types import token_ids
 
 Normaliser = Literal["vocabulary", "candidates"]
 

@@ -6,13 +6,14 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from dflash_lightning.decoding.builder.draft_law import draft_law, token_ids
+from dflash_lightning.decoding.builder.draft_law import draft_law
 from dflash_lightning.decoding.builder.grow import grow
 from dflash_lightning.decoding.builder.shape import Shape
 from dflash_lightning.decoding.law import highest
 from dflash_lightning.decoding.sampling import Sampler
 from dflash_lightning.decoding.types import Scores
 from dflash_lightning.ops.ancestry import ancestors_or_self
+from dflash_lightning.types import token_ids
 
 
 def plan_by_paths(roots: Int[Tensor, " B"], scores: Scores, budget: int, sampler: Sampler) -> Shape:

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from dflash_lightning.decoding.builder.base import DraftBuilder
 from dflash_lightning.decoding.builder.best_first import check_budget
-from dflash_lightning.decoding.builder.draft_law import token_ids
 from dflash_lightning.decoding.builder.grow import likeliest
 from dflash_lightning.decoding.builder.steps import as_steps
 from dflash_lightning.decoding.law import highest
 from dflash_lightning.decoding.sampling import Sampler
 from dflash_lightning.decoding.types import Draft, Round, Scores
 from dflash_lightning.errors import SettingError
+from dflash_lightning.types import token_ids
 
 
 class TableTree(DraftBuilder):
