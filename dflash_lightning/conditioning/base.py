@@ -67,7 +67,7 @@ class Conditioning(Component, nn.Module, ABC, axis=True):
 
     @abstractmethod
     def required(self) -> FeatureSpec:
-        """Target features that ``prepare`` and ``extend`` read besides tokens; known after ``build``."""
+        """Target features that ``prepare`` and ``extend`` read, and whether they read tokens; known after ``build``."""
 
     @abstractmethod
     def prepare(

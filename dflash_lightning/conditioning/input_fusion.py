@@ -13,7 +13,7 @@ from dflash_lightning.conditioning.kv_injection import INIT_STD, FusedFeatures
 from dflash_lightning.draft_config import DraftConfig
 from dflash_lightning.ops.context import ContextState
 from dflash_lightning.ops.language_head import LanguageHead
-from dflash_lightning.types import TargetFeatures
+from dflash_lightning.types import FeatureSpec, TargetFeatures
 
 
 class InputFusion(FusedFeatures):
@@ -42,6 +42,9 @@ class InputFusion(FusedFeatures):
         super().warm_start(layers)
         weight = self.fuse_proj.weight
         weight += torch.eye(len(weight), device=weight.device).repeat(1, 2)
+
+    def required(self) -> FeatureSpec:
+        return super().required() | FeatureSpec(tokens=True)
 
     def rows(self, features: TargetFeatures, lm: LanguageHead) -> Rows:
         assert features.next_ids is not None, "input fusion reads the token after each row"

@@ -59,7 +59,7 @@ class TokenContext(RowConditioning):
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def required(self) -> FeatureSpec:
-        return FeatureSpec()
+        return FeatureSpec(tokens=True)
 
     def rows(self, features: TargetFeatures, lm: LanguageHead) -> Rows:
         raise NotImplementedError("a row depends on the rows before it: see encode")

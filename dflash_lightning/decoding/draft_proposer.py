@@ -91,7 +91,7 @@ class DraftProposer(Proposer):
                 (self.batch_size, rows),
                 config.target_hidden_size,
                 dtype=dtype,
-                tokens=True,
+                tokens=self.required().tokens,
                 kv=(self.target.facts.num_kv_heads, self.target.facts.head_dim),
                 device=device,
             ).map(torch.zero_)

@@ -142,8 +142,8 @@ class TargetAdapter:
 
         Returns:
             Features of the path's rows in order; the first ``keep[b]`` of them are those of the committed tokens.
-            ``ids`` are the path's tokens. ``next_ids`` follow from them: what follows the last kept row is not known
-            here (``TargetFeatures.with_next``).
+            If the spec asks for tokens, ``ids`` are the path's. ``next_ids`` follow from them: what follows the last
+            kept row is not known here (``TargetFeatures.with_next``).
         """
         assert self._verified is not None, "commit comes after verify"
         features, kept, self._verified = self._verified, keep.tolist(), None
@@ -207,7 +207,8 @@ class TargetAdapter:
         hidden, stacked = self._trunk(
             ids, position_ids=positions, attention_mask=mask, cache=self._cache, use_cache=True
         )
-        found = TargetFeatures(self.spec.layer_ids, stacked, hidden if self.spec.last_hidden else None, ids)
+        last, tokens = hidden if self.spec.last_hidden else None, ids if self.spec.tokens else None
+        found = TargetFeatures(self.spec.layer_ids, stacked, last, tokens)
         if self.spec.kv_ids:
             found.kv_ids = self.spec.kv_ids
             found.keys, found.values = keys_and_values(self._cache.layers, self.spec.kv_ids, rows)

@@ -209,7 +209,7 @@ class FrozenTarget:
 
     def _features(self, input_ids: Tensor, position_ids: Tensor, spec: FeatureSpec, packed: bool) -> TargetFeatures:
         ids, shape = input_ids, input_ids.shape
-        if spec == FeatureSpec():
+        if not (spec.layer_ids or spec.last_hidden or spec.kv_ids):
             return TargetFeatures((), ids.new_empty(*shape, 0, self.facts.hidden_size, dtype=self.dtype), ids=ids)
         trunk, implementation = self.trunk(spec), self.model.config._attn_implementation
         mask = None

@@ -17,19 +17,21 @@ class FeatureSpec:
 
     ``layer_ids`` are 0-based decoder layers: id ``i`` is the *output* of decoder layer ``i`` (Hugging Face's
     ``hidden_states[i + 1]``, and never the normed last entry). ``last_hidden`` is the hidden state after the final
-    norm. ``kv_ids`` are layers whose own keys (rotated) and values are read.
+    norm. ``kv_ids`` are layers whose own keys (rotated) and values are read. ``tokens`` says that the token of a row, or
+    the one after it, is read: training has them anyway, and decoding keeps them up to date only where they are read.
     """
 
     layer_ids: tuple[int, ...] = ()
     last_hidden: bool = False
     kv_ids: tuple[int, ...] = ()
+    tokens: bool = False
 
     def __or__(self, other: FeatureSpec) -> FeatureSpec:
         ids, kv_ids = (
             tuple(sorted({*mine, *theirs}))
             for mine, theirs in ((self.layer_ids, other.layer_ids), (self.kv_ids, other.kv_ids))
         )
-        return FeatureSpec(ids, self.last_hidden or other.last_hidden, kv_ids)
+        return FeatureSpec(ids, self.last_hidden or other.last_hidden, kv_ids, self.tokens or other.tokens)
 
 
 @dataclass
@@ -39,7 +41,8 @@ class TargetFeatures:
     ``hidden`` has one entry of dimension ``T`` per id in ``layer_ids``, in that order; ``last_hidden`` is there if it
     was asked for, and so are ``keys`` and ``values``, with an entry per id in ``kv_ids``. ``next_ids[b, s]`` is the
     token after row ``s``. Where it is not given it follows from ``ids``, with 0 behind the last row: only a decoding
-    loop knows that token, and says so by ``with_next``. Features that were made without tokens have neither.
+    loop knows that token, and says so by ``with_next``. Features that were made without tokens have neither, and stay
+    without.
 
     Whoever keeps, casts, cuts or moves features does it by ``map``, ``rows``, ``take`` and ``copy_``. These handle
     every tensor that is there, so that a further field needs no change anywhere else.
@@ -150,6 +153,7 @@ class TargetFeatures:
 
         Where ``keep[b]`` is 0, no row counts, and it does not matter what row 0 says.
         """
-        assert self.next_ids is not None, "features without tokens have no next ones"
+        if self.next_ids is None:
+            return self
         last = (keep.to(self.next_ids.device) - 1).clamp(min=0)
         return replace(self, next_ids=self.next_ids.scatter(1, last[:, None], following[:, None]))
