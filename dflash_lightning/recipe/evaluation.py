@@ -24,6 +24,11 @@ def has_evaluation(callbacks: Iterable[Any]) -> bool:
     return any(_makes(node, _EVALUATION) for node in callbacks)
 
 
+def is_expected(node: Any) -> bool:
+    """Whether a callback node makes an ``ExpectedTau``."""
+    return _makes(node, _EXPECTED)
+
+
 def is_measured(monitor: str, callbacks: Iterable[Any]) -> bool:
     """Whether one of several callback nodes measures the figure ``monitor``, whose name begins with ``decode/``."""
     nodes = list(callbacks)
