@@ -38,7 +38,7 @@ from dflash_lightning.target import reference
 ROOT = Path(__file__).parent.parent
 COMMANDS = [
     *("fit", "evaluate", "report", "measure", "sweep", "compare", "generate", "regenerate"),
-    *("inspect", "export", "check", "show", "recipes"),
+    *("inspect", "export", "check", "show", "recipes", "bench"),
 ]
 
 
