@@ -10,6 +10,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from dflash_lightning.device import abilities
+
 _NUCLEUS = 1024  # candidates among which a nucleus is looked for before the whole vocabulary is sorted
 
 
@@ -64,7 +66,7 @@ def first_argmax(scores: Float[Tensor, "*rows V"]) -> Int[Tensor, "*rows"]:
     In two steps where the width allows it: the maximum of every run of 64, then the first run that has the row's. On a
     CPU torch's ``argmax`` is not vectorised, and ten times slower over a whole vocabulary.
     """
-    if scores.device.type != "cpu" or scores.shape[-1] % 64:
+    if not abilities(scores.device).own_kernels or scores.shape[-1] % 64:
         return scores.argmax(-1)
     runs = scores.unflatten(-1, (-1, 64))
     best = runs.amax(-1).argmax(-1)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import torch
+from dflash_lightning.device import wait_for_gpu
 
 
 @dataclass
@@ -32,6 +32,5 @@ class Spent:
 
 def now() -> tuple[float, float]:
     """Wall and CPU seconds since some moment. Waits for a GPU that is in use."""
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
+    wait_for_gpu()
     return time.perf_counter(), time.process_time()

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from dflash_lightning.device import abilities
 from dflash_lightning.errors import SettingError
 from dflash_lightning.ops.ancestry import ancestors_or_self
 from dflash_lightning.ops.plain_mode import plain_mode
@@ -247,4 +248,4 @@ def _decoding_attention(target: FrozenTarget) -> str:
     if config._attn_implementation == "eager" or model_class is None or not model_class._supports_sdpa:
         return "eager"
     by_name = model_class._supports_attention_backend
-    return GROUPED_SDPA if target.device.type == "cpu" and by_name else "sdpa"
+    return GROUPED_SDPA if abilities(target.device).own_kernels and by_name else "sdpa"
