@@ -91,6 +91,11 @@ def mark(device: torch.device, *, timed: bool = False) -> Mark | None:
     return made
 
 
+def gpu_mark() -> Mark | None:
+    """A timed mark in the queue of the GPU in use; null where there is none."""
+    return mark(torch.device("cuda"), timed=True) if torch.cuda.is_initialized() else None
+
+
 def peak_bytes(device: torch.device) -> int | None:
     """The most that tensors of this process have taken on ``device``; null where it does not count that."""
     if not abilities(device).measures:

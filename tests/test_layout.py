@@ -18,7 +18,7 @@ AXES = ["block", "conditioning", "drafter", "head", "loss"]
 # A part may import itself and what its line names.
 _BASE = {
     *("types", "schedule", "component", "draft_config", "geometry"),
-    *("files", "progress", "lazy", "layer_ids", "errors"),
+    *("files", "progress", "lazy", "layer_ids", "errors", "device"),
 }
 _OPS = _BASE | {"ops"}
 _TARGET = _OPS | {"target"}

@@ -14,6 +14,7 @@ from dflash_lightning.decoding.outcome import RowOutcome, read_outcomes
 from dflash_lightning.decoding.parts import DecodeParts
 from dflash_lightning.decoding.stats import DecodeStats, StageClock
 from dflash_lightning.decoding.types import Generation, Round
+from dflash_lightning.device import send, send_list
 
 # Called with (request id, new tokens, whether each was drafted) for the first token and after every round.
 OnRound = Callable[[int, list[int], list[bool]], None]
@@ -41,7 +42,7 @@ def decode_batch(
     book = _Book([Generation(request, [], [], []) for request in requests], max_new_tokens, stop_ids, on_round)
     clock = StageClock(stats)
     logits, features, lengths = parts.target.prefill(list(prompts))
-    ids = torch.tensor(list(requests), device=lengths.device)
+    ids = send_list(list(requests), lengths.device)
     roots = parts.sampler.choose(logits[:, None], ids, lengths[:, None])[:, 0]
     book.first(roots.tolist())
     parts.proposer.start(features, lengths, roots)
@@ -66,10 +67,11 @@ def decode_batch(
         clock.ends("verify")
         keep = torch.tensor([len(row.tokens) * live for row, live in zip(outcomes, book.live, strict=True)])
         if verdict.path is None:
-            verdict.rejected = torch.tensor([row.rejected * on for row, on in zip(outcomes, book.live, strict=True)])
-        features = parts.target.commit(verdict.path, keep).with_next(keep, roots)
-        parts.proposer.ingest(features, keep, verdict)
-        lengths = lengths + keep.to(lengths.device)
+            rejected = [row.rejected * live for row, live in zip(outcomes, book.live, strict=True)]
+            verdict.rejected = send_list(rejected, lengths.device)
+        features, kept = parts.target.commit(verdict.path, keep), send(keep, lengths.device)
+        parts.proposer.ingest(features.with_next(kept, roots), kept, verdict)
+        lengths = lengths + kept
         if parts.policy is not None:
             parts.policy.observe(draft, verdict, logits)
         clock.ends("commit")
