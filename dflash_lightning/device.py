@@ -22,7 +22,7 @@ class Abilities:
     ``own_kernels``: weights are laid out anew, and kernels are written, for this device: it is the CPU.
     ``flex``: ``flex_attention`` runs there with gradients, compiled.
     ``pins``: a copy from pinned host memory does not wait for the queue.
-    ``events``: the queue can be marked, and the time between two marks be read.
+    ``events``: the queue can be marked, a mark be waited for, and the time between two be read.
     ``measures``: it counts the memory that its tensors take.
     """
 

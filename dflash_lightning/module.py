@@ -155,7 +155,7 @@ class DraftModule(LightningModule):
         named = {name: p for name, p in self.draft_model.named_parameters() if p.requires_grad}
         if self._scaled:
             return ScaleGuard(list(named), list(named.values()))
-        return StepGuard(list(named), list(named.values()), late=abilities(self.device).queues)
+        return StepGuard(list(named), list(named.values()), late=abilities(self.device).events)
 
     @property
     def _scaled(self) -> bool:

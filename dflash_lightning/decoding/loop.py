@@ -14,7 +14,7 @@ from dflash_lightning.decoding.outcome import RowOutcome, read_outcomes
 from dflash_lightning.decoding.parts import DecodeParts
 from dflash_lightning.decoding.stats import DecodeStats, StageClock
 from dflash_lightning.decoding.types import Generation, Round
-from dflash_lightning.device import send, send_list
+from dflash_lightning.device import abilities, send, send_list
 
 # Called with (request id, new tokens, whether each was drafted) for the first token and after every round.
 OnRound = Callable[[int, list[int], list[bool]], None]
@@ -55,6 +55,8 @@ def decode_batch(
         where = Round(ids, lengths, index)
         scores = parts.proposer.propose(roots, where)
         draft = parts.builder.build(roots, scores, where, parts.sampler)
+        if draft.parents is not None and abilities(roots.device).queues:
+            draft.height = parts.proposer.num_drafts
         narrowed = [False] * len(prompts)
         if parts.policy is not None:
             draft.signals = {**scores.signals, **draft.signals}
