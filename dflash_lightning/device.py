@@ -103,6 +103,15 @@ def peak_bytes(device: torch.device) -> int | None:
     return int(torch.get_device_module(device).max_memory_allocated(device))
 
 
+def begin_peak(device: torch.device) -> int | None:
+    """Count the peak anew from here; the bytes that are held now, null where they are not counted."""
+    if not abilities(device).measures:
+        return None
+    module = torch.get_device_module(device)
+    module.reset_peak_memory_stats(device)
+    return int(module.memory_allocated(device))
+
+
 # -- the GPUs of this machine -----------------------------------------------------------------------------------------
 
 
