@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from dflash_lightning.block import BlockConstructor
 from dflash_lightning.conditioning import Conditioning
+from dflash_lightning.device import abilities
 from dflash_lightning.drafter import Drafter
 from dflash_lightning.errors import SettingError
 from dflash_lightning.head import DraftHead
@@ -154,7 +155,7 @@ class DraftModule(LightningModule):
         named = {name: p for name, p in self.draft_model.named_parameters() if p.requires_grad}
         if self._scaled:
             return ScaleGuard(list(named), list(named.values()))
-        return StepGuard(list(named), list(named.values()), late=self.device.type == "cuda")
+        return StepGuard(list(named), list(named.values()), late=abilities(self.device).events)
 
     @property
     def _scaled(self) -> bool:

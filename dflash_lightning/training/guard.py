@@ -12,6 +12,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
 
+from dflash_lightning.device import Mark, mark
 from dflash_lightning.errors import SettingError
 
 _SHOWN_DOCUMENTS = 8
@@ -52,7 +53,7 @@ class StepGuard:
 
     def __init__(self, names: Sequence[str], parameters: Sequence[nn.Parameter], *, late: bool) -> None:
         self.names, self.parameters, self.late = list(names), list(parameters), late
-        self._pending: tuple[StepRecord, Tensor, torch.cuda.Event | None] | None = None
+        self._pending: tuple[StepRecord, Tensor, Mark | None] | None = None
 
     def judge(self, record: StepRecord, optimizer: torch.optim.Optimizer) -> None:
         """Called with the gradients made and the weights not yet changed.
@@ -67,10 +68,7 @@ class StepGuard:
             return
         optimizer.found_inf = record.bad.float()  # type: ignore[attr-defined]  # its step changes nothing where this is 1
         seen = record.bad.to("cpu", non_blocking=True)
-        event = torch.cuda.Event() if record.bad.is_cuda else None
-        if event is not None:
-            event.record()
-        self._pending = (record, seen, event)
+        self._pending = (record, seen, mark(record.bad.device))
 
     def settle(self) -> None:
         """Read the verdict that is still open, if there is one: before gradients are cleared, and before a save.
