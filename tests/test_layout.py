@@ -178,7 +178,7 @@ def _device_questions(tree: ast.AST) -> list[str]:
 
 @pytest.mark.parametrize("path", _files(), ids=lambda p: str(p.relative_to(ROOT)))
 def test_only_one_file_asks_which_kind_of_device_it_is(path: Path) -> None:
-    """Ask ``dflash_lightning.device`` for the ability that the code needs, so that tests can switch it on without one."""
+    """Ask ``dflash_lightning.device`` for the ability that the code needs: tests can switch it on without a GPU."""
     questions = _device_questions(ast.parse(path.read_text(encoding="utf-8")))
     assert (len(questions) > 5) if path == PACKAGE / "device.py" else questions == []
 

@@ -24,6 +24,7 @@ PARTNERS = {  # what an option does not go without
     ("loss", "confidence"): ["head=markov", "head.confidence=true"],
     ("loss", "length"): ["head=length"],
     ("head", "length"): ["loss=[cross_entropy,length]"],
+    ("decoding", "d2sd"): ["decoding.builder.second=owner/second"],  # on the hub: not looked at here
     ("decoding", "length"): ["head=length", "loss=[cross_entropy,length]"],
     ("loss", "survival"): ["head=survival"],
     ("loss", "fading"): ["head=prefix"],
