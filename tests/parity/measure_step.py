@@ -58,7 +58,8 @@ from transformers import Qwen3Config
 torch.manual_seed(0)
 s = shape; layer_ids = list(range(s["features"]))
 geometry = dict(vocab_size=s["vocab"], hidden_size=s["hidden"], intermediate_size=s["ffn"],
-    num_hidden_layers=s["layers"], num_attention_heads=s["heads"], num_key_value_heads=s["kv_heads"], head_dim=s["head_dim"], rms_norm_eps=1e-5,
+    num_hidden_layers=s["layers"], num_attention_heads=s["heads"], num_key_value_heads=s["kv_heads"],
+    head_dim=s["head_dim"], rms_norm_eps=1e-5,
     max_position_embeddings=2048, tie_word_embeddings=False)
 ids = torch.randint(0, s["vocab"] - 1, (s["batch"], s["sequence"]))
 features = torch.randn(s["batch"], s["sequence"], s["features"] * s["hidden"])

@@ -139,7 +139,7 @@ def _map_arrays(batch: TrainBatch) -> TrainBatch:
 
 
 def map_tensors(batch: TrainBatch, function: Callable[[Tensor], Any]) -> TrainBatch:
-    """The batch with ``function`` of every tensor in it."""
+    """The batch with ``function`` of every tensor in it, whatever its shape."""
     return _map_leaves(batch, Tensor, function)
 
 
