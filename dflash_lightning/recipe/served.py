@@ -67,7 +67,11 @@ def layer_states(tree: dict[str, Any], found: TargetPreview) -> Callable[[int], 
 
 def served_target_faults(tree: dict[str, Any], plan: DraftPlan, found: TargetPreview) -> Iterator[Fault]:
     """Features that the servers do not give."""
-    if (servers := servers_of(tree)) is not None and (spec := spec_of(tree, plan, found)) is not None:
+    try:
+        servers = servers_of(tree)
+    except ValueError:
+        return  # said where its settings are checked
+    if servers is not None and (spec := spec_of(tree, plan, found)) is not None:
         yield from faults_of(partial(servers.given, spec, found.facts.num_layers), "data.features")
 
 
