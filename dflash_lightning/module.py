@@ -166,7 +166,7 @@ class DraftModule(LightningModule):
             moments = [v for state in optimizer.state.values() for k, v in state.items() if k != "step"]
             assert all(v.dtype == torch.float32 for v in moments), "optimizer state was restored in half precision"
         set_rates(config.scheduler for config in self.trainer.lr_scheduler_configs)
-        self.step_log = StepLog()
+        self.step_log = StepLog(self.target.reading)
 
     def training_step(self, batch: TrainBatch, batch_idx: int) -> Float[Tensor, ""]:
         if self.draft_model.conditioning.carries:
@@ -180,6 +180,7 @@ class DraftModule(LightningModule):
         loss = torch.stack([coef * share for coef, share in shares.values()]).sum()
         self.step_log.add("train/loss", loss)
         self.step_log.add("tokens", (batch.doc_ids >= 0).sum().float())
+        self.step_log.add("blocks", batch.layout.keep.sum().float())
         self._window_samples.append(batch.sample_ids)
         if self._metrics_due():
             self.step_log.count_correct(out.views["main"], batch.layout)
@@ -192,7 +193,9 @@ class DraftModule(LightningModule):
         """What the losses ask about, and the target's features; they are made here where the batch has none."""
         layout, features = batch.layout, batch.features
         if features is None:
-            features = self.target.features(batch.input_ids, batch.position_ids, self.required(), packed=batch.packed)
+            spec = self.required()
+            with self.target.reading.timed(self.target.device):
+                features = self.target.features(batch.input_ids, batch.position_ids, spec, packed=batch.packed)
         hidden = self.draft_model.block_hidden(
             self.target.embed(layout.input_ids), layout, features, batch.position_ids, self._lm, batch.carried
         )

@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -324,6 +325,29 @@ def blank_pictures() -> Iterator[None]:
 
 
 # -- processes --------------------------------------------------------------------------------------------------------
+
+
+def run_group(command: list[str], *, timeout: float, **settings: Any) -> subprocess.CompletedProcess[str]:
+    """As ``subprocess.run`` with its output captured, but after ``timeout`` seconds everything it has started is ended.
+
+    ``subprocess.run`` ends the process alone, and then waits for whoever still holds its pipes: ranks that wait for
+    each other do so for ever.
+    """
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+    with subprocess.Popen(command, **pipes, **settings) as process:
+        try:
+            out, error = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            out, error = process.communicate()
+            pytest.fail(f"{command} had not ended after {timeout} s\n{out[-2000:]}\n{error[-4000:]}")
+    return subprocess.CompletedProcess(command, process.returncode, out, error)
+
+
+@pytest.fixture(scope="session", name="run_group")
+def run_group_fixture() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """``run_group(command, timeout=.., **settings)``: see there."""
+    return run_group
 
 
 class Forked:

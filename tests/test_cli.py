@@ -38,7 +38,7 @@ from dflash_lightning.target import reference
 ROOT = Path(__file__).parent.parent
 COMMANDS = [
     *("fit", "evaluate", "report", "measure", "sweep", "compare", "generate", "regenerate"),
-    *("inspect", "export", "check", "show", "recipes"),
+    *("inspect", "export", "check", "show", "recipes", "bench"),
 ]
 
 
@@ -505,7 +505,9 @@ def test_full_disk_is_one_error_and_the_run_can_go_on(
 
 
 @pytest.mark.slow
-def test_two_processes_make_one_run_however_they_are_started(here: Path) -> None:
+def test_two_processes_make_one_run_however_they_are_started(
+    here: Path, run_group: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
     """By Lightning, and by torchrun, whose exit status is 0 only if both are."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -514,7 +516,7 @@ def test_two_processes_make_one_run_however_they_are_started(here: Path) -> None
         option = ["trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2", "trainer.max_epochs=2"]
         arguments = [*SMOKE, *option, f"run_dir=runs/{name}", "trainer.enable_progress_bar=false"]
         command = [sys.executable, *launcher, "-m", "dflash_lightning", "fit", *arguments]
-        run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
+        run = run_group(command, env=environment, timeout=250)
         assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-4000:]
         assert "interrupted" not in run.stderr and run.stderr.count("Loading weights:   0%") <= 1
         return run.stdout

@@ -199,7 +199,7 @@ class AcceptanceEvaluator:
         assert self._texts is not None
         texts, device = [self._texts[piece.text] for piece in pieces], self.target.device
         layout = _on(layout, device)
-        features = _joined([text.features for text in texts]).map(lambda x: x.to(device))
+        features = TargetFeatures.joined([text.features for text in texts]).map(lambda x: x.to(device))
         places = torch.cat([torch.arange(len(text.target_probs)) for text in texts])[None].to(device)
         probs = torch.cat([text.target_probs for text in texts]).to(device)[layout.label_index]
         hidden = model.block_hidden(self.target.embed(layout.input_ids), layout, features, places, self._lm)
@@ -237,12 +237,6 @@ class AcceptanceEvaluator:
 
 def _kept(x: Tensor) -> Tensor:
     return x.detach().cpu().clone()
-
-
-def _joined(parts: list[TargetFeatures]) -> TargetFeatures:
-    """Features of several texts, one after the other in one row."""
-    values: dict[str, Any] = {n: torch.cat([p.tensors()[n] for p in parts], dim=1) for n in parts[0].tensors()}
-    return TargetFeatures(parts[0].layer_ids, kv_ids=parts[0].kv_ids, **values)
 
 
 def _on(layout: BlockLayout, device: torch.device) -> BlockLayout:

@@ -28,6 +28,8 @@ class Answer:
             return f"[{len(self.ids)} tokens, ended by Ctrl-C]"
         generation, stats = self.result.generations[0], self.result.stats
         rounds = f"{len(generation.committed)} rounds, {stats.tau:.2f} tokens per round" if stats.rounds else "no round"
+        if stats.plain_rounds:
+            rounds += f", {stats.plain_rounds} rounds without drafts"
         loop = ", repeats itself" if generation.repeats_itself else ""
         return (
             f"[{len(self.ids)} tokens, {rounds}, {1 / stats.s_per_token():.1f} tokens/s, ended by "
@@ -44,6 +46,7 @@ class Answer:
             "text": None if tokenizer is None else tokenizer.decode(generation.output_ids, skip_special_tokens=True),
             "committed": generation.committed,
             "accepted": generation.accepted,
+            "plain_rounds": stats.plain_rounds,
             "finish": generation.finish,
             "repeats_itself": generation.repeats_itself,
             "tau": stats.tau if stats.rounds else None,

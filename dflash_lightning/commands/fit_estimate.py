@@ -17,18 +17,20 @@ from dflash_lightning.data import DraftData
 from dflash_lightning.data.features.cache import Storage
 from dflash_lightning.data.features.products import with_products
 from dflash_lightning.data.features.served import FetchedFeatures
-from dflash_lightning.model.memory import memory_line
+from dflash_lightning.model.memory import StepMemory, step_memory
 from dflash_lightning.module import DraftModule
 from dflash_lightning.progress import readable_seconds
 from dflash_lightning.recipe import Parts
 from dflash_lightning.target import FrozenTarget
 from dflash_lightning.training.log import memory_gib
+from dflash_lightning.training.out_of_memory import explained
 from dflash_lightning.training.rounds import play_round
 from dflash_lightning.types import StepContext, TargetFeatures, TrainBatch
 
 _MOST = 4  # micro-batches measured, the first of which warms up
 _BUDGET = 10.0  # seconds after which no further one is begun
 _BUSY = 0.6  # share of its cores that a measurement should get
+_AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 _SHORT = 30.0  # a run that takes no longer is not worth a second measurement
 
 
@@ -144,9 +146,9 @@ def estimate(parts: Parts, *, done: int = 0) -> Estimate | None:
     per_epoch = math.ceil(batches / accumulate)
     steps = _total_steps(trainer.max_epochs, trainer.max_steps, per_epoch)
     evaluations = [c for c in trainer.callbacks if isinstance(c, SpeculativeEval)]  # type: ignore[attr-defined]
-    tokens = data.rows_per_batch * (data.row_tokens if data.packing else data.max_length)
+    memory = expected_memory(module, data, trainer.precision)
     short = _SHORT / max(1, (steps - done) * accumulate)
-    with isolate_rng():
+    with isolate_rng(), explained(lambda: memory):
         measured = _measure(parts, module, data, steps, short)
     return Estimate(
         documents=len(plan.documents),
@@ -163,8 +165,23 @@ def estimate(parts: Parts, *, done: int = 0) -> Estimate | None:
         evaluations=sum(c.count(steps, per_epoch, done=done) for c in evaluations),
         prompts=sum(c.num_prompts for c in evaluations),
         measured=measured,
-        memory=memory_line(module.target, module.draft_model, module.required(), tokens).removeprefix("memory: "),
+        memory=memory.line().removeprefix("memory: "),
         peak_gib=memory_gib(device),
+    )
+
+
+def expected_memory(module: DraftModule, data: DraftData, precision: object) -> StepMemory:
+    """By formula, for the largest micro-batch of the data; ``precision`` is the trainer's."""
+    tokens, blocks = data.plan().largest_row()
+    rows, buckets = data.rows_per_batch, (data.token_bucket, data.block_bucket)
+    padded = [rows * -(-count // bucket) * bucket for count, bucket in zip((tokens, blocks), buckets, strict=True)]
+    return step_memory(
+        module.target,
+        module.draft_model,
+        module.required(),
+        tokens=padded[0],
+        blocks=padded[1],
+        autocast=_AUTOCAST.get(str(precision)),
     )
 
 

@@ -331,12 +331,14 @@ class DraftData(LightningDataModule):
         """Fill ``batch.features``: from the cache, in the target's dtype, or computed unless the module does that."""
         if batch.features is None and self._reads:
             spec = self._binding()[2]
-            batch.features = self.target.features(batch.input_ids, batch.position_ids, spec, packed=batch.packed)
+            with self.target.reading.timed(self.target.device):
+                batch.features = self.target.features(batch.input_ids, batch.position_ids, spec, packed=batch.packed)
         elif batch.features is not None:
             batch.features = batch.features.in_dtype(self.target.dtype)
         return batch
 
     def teardown(self, stage: str) -> None:
+        """Fetch no more features."""
         if self._cache is not None:
             self._cache.close()
 

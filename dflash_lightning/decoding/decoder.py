@@ -17,6 +17,7 @@ from dflash_lightning.decoding.dual_proposer import DualProposer, LaneProposer, 
 from dflash_lightning.decoding.head import DecodingHead, make_decoding_head
 from dflash_lightning.decoding.loop import OnRound, decode_batch
 from dflash_lightning.decoding.noise import Noise
+from dflash_lightning.decoding.pace import Pace
 from dflash_lightning.decoding.parts import DecodeParts, check_compatible
 from dflash_lightning.decoding.policy import WidthPolicy
 from dflash_lightning.decoding.proposer import NoDrafts, Proposer
@@ -50,6 +51,7 @@ class SpeculativeDecoder:
     copied at the start of every ``decode``: training it further needs no call here, and decoding changes nothing about
     it (weights, gradients, modes), nor any random state. ``compile`` ``"auto"`` compiles the draft step only when the
     tokens asked for in one ``decode`` pay it back. ``shown`` false leaves out the line that announces compilation.
+    ``adaptive`` leaves drafts out of rounds while that measures quicker (``Pace``).
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class SpeculativeDecoder:
         compile: bool | Literal["auto"] = True,
         prepacked: bool = True,
         shown: bool = True,
+        adaptive: bool = False,
     ) -> None:
         builder, verifier = choose_strategies(builder, policy, verifier, sampling)
         self.target = target
@@ -75,6 +78,8 @@ class SpeculativeDecoder:
         self.batch_size = batch_size
         self.block_size = block_size
         self.untrained_slots = untrained_slots
+        self.adaptive = adaptive and draft is not None
+        self._paces: dict[int, Pace] = {}  # by the number of sequences in a batch
         with plain_mode(target.device):
             self._lanes = 0 if draft is None else builder.lanes
             self._second = find_second(builder.second, target) if self._lanes else None
@@ -207,6 +212,7 @@ class SpeculativeDecoder:
                     stop_ids=stop_ids,
                     stats=stats,
                     on_round=on_round,
+                    pace=self._paces.setdefault(len(prompts[some]), Pace()) if self.adaptive else None,
                 )
             self._adapter.reset()  # training may need the memory of the caches
         return DecodeResult(generations, stats)

@@ -73,6 +73,7 @@ class DraftProposer(Proposer):
         chunk_rows = max(PROMPT_ROWS, self.num_drafts + 1)  # whatever is written past the cursor at once
         self.cache = self.model.make_cache(batch_size=batch_size, max_length=max_length, chunk_rows=chunk_rows)
         self._make_buffers()
+        self._skipped: list[tuple[TargetFeatures, Tensor]] = []  # rounds without drafts that are not taken in yet
         self._absorb: Callable[..., None] | None = None
         self._step: Callable[..., Any] | None = None
 
@@ -171,9 +172,13 @@ class DraftProposer(Proposer):
         self._step(self.slots, self.round_rows, self.keep)
 
     def start(self, features: TargetFeatures, lengths: Int[Tensor, " B"], roots: Int[Tensor, " B"]) -> None:
-        assert self._absorb is not None, "warm_up comes before decoding"
         self.cache.cursor.zero_()
-        features = features.with_next(lengths, roots)
+        self._skipped.clear()
+        self._take_in(features.with_next(lengths, roots), lengths)
+
+    def _take_in(self, features: TargetFeatures, lengths: Int[Tensor, " B"]) -> None:
+        """Rows of the context without drafting behind them; nothing is left for the next step to take in."""
+        assert self._absorb is not None, "warm_up comes before decoding"
         for begin in range(0, features.hidden.shape[1], PROMPT_ROWS):
             chunk = features.rows(begin, begin + PROMPT_ROWS)
             self._load(self.prompt_rows, chunk, (lengths - begin).clamp(0, PROMPT_ROWS))
@@ -181,8 +186,22 @@ class DraftProposer(Proposer):
         self.keep.zero_()
         self._carry(None)
 
+    def skip(self, features: TargetFeatures, keep: Int[Tensor, " B"]) -> None:
+        if not self._skipped:
+            self._take_in(self.round_rows, self.keep.clone())
+        self._skipped.append((features.rows(0, 1), keep))
+        if len(self._skipped) == PROMPT_ROWS:
+            self._take_in_skipped()
+
+    def _take_in_skipped(self) -> None:
+        if self._skipped:
+            rows, kept = zip(*self._skipped, strict=True)
+            self._skipped.clear()
+            self._take_in(TargetFeatures.joined(rows), torch.stack(kept).sum(0))
+
     def propose(self, roots: Int[Tensor, " B"], where: Round) -> Scores:
         assert self._step is not None, "warm_up comes before decoding"
+        self._take_in_skipped()
         self.slots[: len(roots), 0].copy_(self.target.embed(roots))
         hidden = self._step(self.slots, self.round_rows, self.keep)[: len(roots)]
         if self.recalled is not None:

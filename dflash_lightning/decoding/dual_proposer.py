@@ -73,6 +73,7 @@ class LaneProposer(DraftProposer):
     def redraft(self, roots: Int[Tensor, " B"], tokens: Int[Tensor, "B W D"], known: Int[Tensor, "B W"]) -> Scores:
         """See ``Scores.redraft``. Once per round: the rows that the last round left are taken in here."""
         assert self._step is not None, "warm_up comes before decoding"
+        self._take_in_skipped()
         count, slots = len(roots), torch.arange(self.block_size, device=roots.device)
         chain = torch.cat([roots[:, None, None].expand(-1, self.lanes, 1), tokens], dim=2)[..., : self.block_size]
         ids = torch.where(slots <= known[..., None], chain, self.model.config.mask_token_id)
@@ -117,6 +118,10 @@ class DualProposer(Proposer):
     def ingest(self, features: TargetFeatures, keep: Int[Tensor, " B"], verdict: Verdict) -> None:
         self.first.ingest(features, keep, verdict)
         self.second.ingest(features, keep, verdict)
+
+    def skip(self, features: TargetFeatures, keep: Int[Tensor, " B"]) -> None:
+        self.first.skip(features, keep)
+        self.second.skip(features, keep)
 
 
 def members(proposer: Proposer) -> tuple[DraftProposer, ...]:

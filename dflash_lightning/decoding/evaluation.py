@@ -133,6 +133,8 @@ class Evaluation:
             f"  ms per round          draft {stats.stage_ms('draft'):.1f}  verify {stats.stage_ms('verify'):.1f}  "
             f"commit {stats.stage_ms('commit'):.1f}  {'compiled' if stats.compiled else 'not compiled'}{together}",
         ]
+        if stats.plain_rounds:
+            lines.append(f"  without drafts        {stats.plain_rounds} of {stats.rounds} rounds (decoding.adaptive)")
         if stats.looped_requests or stats.cut_requests:
             lines.append(f"  answers               {degenerate(stats)}")
         return "\n".join([*lines, *self._against_plain()])

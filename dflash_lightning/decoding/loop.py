@@ -11,12 +11,16 @@ import torch
 
 from dflash_lightning.decoding.cut import cut_draft
 from dflash_lightning.decoding.outcome import RowOutcome, read_outcomes
+from dflash_lightning.decoding.pace import Pace
 from dflash_lightning.decoding.parts import DecodeParts
 from dflash_lightning.decoding.stats import DecodeStats, StageClock
-from dflash_lightning.decoding.types import Generation, Round
+from dflash_lightning.decoding.types import Draft, Generation, Round
+from dflash_lightning.decoding.verifier import MatchVerifier
 
 # Called with (request id, new tokens, whether each was drafted) for the first token and after every round.
 OnRound = Callable[[int, list[int], list[bool]], None]
+
+_PLAIN = MatchVerifier()  # of a round without drafts: the target's own draw, whatever judges drafts
 
 
 def clip(tokens: list[int], room: int, stop_ids: Collection[int]) -> list[int]:
@@ -36,8 +40,12 @@ def decode_batch(
     stop_ids: Collection[int],
     stats: DecodeStats,
     on_round: OnRound | None = None,
+    pace: Pace | None = None,
 ) -> list[Generation]:
-    """Decode ``prompts`` together until each has stopped; ended rows ride along, committing nothing."""
+    """Decode ``prompts`` together until each has stopped; ended rows ride along, committing nothing.
+
+    ``pace`` says which rounds draft, and times them; null: all do.
+    """
     book = _Book([Generation(request, [], [], []) for request in requests], max_new_tokens, stop_ids, on_round)
     clock = StageClock(stats)
     logits, features, lengths = parts.target.prefill(list(prompts))
@@ -51,16 +59,21 @@ def decode_batch(
 
     index = 0
     while any(book.live):
-        where = Round(ids, lengths, index)
-        scores = parts.proposer.propose(roots, where)
-        draft = parts.builder.build(roots, scores, where, parts.sampler)
+        where, begin = Round(ids, lengths, index), clock.last[0]
         narrowed = [False] * len(prompts)
-        if parts.policy is not None:
-            draft.signals = {**scores.signals, **draft.signals}
-            draft, narrowed = cut_draft(draft, parts.policy, where, book.live)
+        drafting = pace is None or pace.drafts()
+        if drafting:
+            scores = parts.proposer.propose(roots, where)
+            draft = parts.builder.build(roots, scores, where, parts.sampler)
+            if parts.policy is not None:
+                draft.signals = {**scores.signals, **draft.signals}
+                draft, narrowed = cut_draft(draft, parts.policy, where, book.live)
+        else:
+            draft = Draft(roots[:, None], "delta")
         clock.ends("draft")
         logits = parts.target.verify(draft.tokens, parents=draft.parents, live=draft.live)
-        verdict = parts.verifier.verify(draft, logits, where, parts.sampler)
+        verifier = parts.verifier if drafting else _PLAIN
+        verdict = verifier.verify(draft, logits, where, parts.sampler)
         roots = verdict.following
         outcomes = read_outcomes(draft, verdict)  # the one wait for the device per round
         clock.ends("verify")
@@ -68,12 +81,17 @@ def decode_batch(
         if verdict.path is None:
             verdict.rejected = torch.tensor([row.rejected * on for row, on in zip(outcomes, book.live, strict=True)])
         features = parts.target.commit(verdict.path, keep).with_next(keep, roots)
-        parts.proposer.ingest(features, keep, verdict)
         lengths = lengths + keep.to(lengths.device)
-        if parts.policy is not None:
-            parts.policy.observe(draft, verdict, logits)
+        if drafting:
+            parts.proposer.ingest(features, keep, verdict)
+            if parts.policy is not None:
+                parts.policy.observe(draft, verdict, logits)
+        else:
+            parts.proposer.skip(features, keep)
         clock.ends("commit")
-        book.enter(outcomes, narrowed, stats)
+        if pace is not None:
+            pace.observe(tokens=sum(keep.tolist()) / sum(book.live), seconds=clock.last[0] - begin)
+        book.enter(outcomes, narrowed if drafting else None, stats)
         clock.ends("host")
         stats.cycles += 1
         stats.compiled_cycles += parts.proposer.compiled
@@ -108,9 +126,9 @@ class _Book:
         for generation, token in zip(self.generations, tokens, strict=True):
             self._append(generation, [token], drafted=0)
 
-    def enter(self, outcomes: list[RowOutcome], narrowed: list[bool], stats: DecodeStats) -> None:
-        """The outcome of a round, for the rows that had not ended before it."""
-        for generation, row, cut in zip(self.generations, outcomes, narrowed, strict=True):
+    def enter(self, outcomes: list[RowOutcome], narrowed: list[bool] | None, stats: DecodeStats) -> None:
+        """The outcome of a round, for the rows that had not ended before it; ``narrowed`` null: nothing was drafted."""
+        for i, (generation, row) in enumerate(zip(self.generations, outcomes, strict=True)):
             if generation.finish is not None:
                 continue
             accepted = len(row.tokens) - 1
@@ -118,7 +136,11 @@ class _Book:
             generation.committed.append(count)
             generation.accepted.append(accepted)
             generation.offered.append(row.offered)
-            stats.add_round(depth=row.offered, nodes=row.nodes, accepted=accepted, committed=count, narrowed=cut)
+            if narrowed is None:
+                stats.add_plain_round(count)
+            else:
+                cut = narrowed[i]
+                stats.add_round(depth=row.offered, nodes=row.nodes, accepted=accepted, committed=count, narrowed=cut)
 
     def _append(self, generation: Generation, tokens: list[int], *, drafted: int) -> int:
         """Add what still belongs to the answer; returns how many tokens that is."""

@@ -53,6 +53,13 @@ class Proposer(ABC):
         ``verdict.rejected`` is null: its nodes off the path are gone.
         """
 
+    def skip(self, features: TargetFeatures, keep: Int[Tensor, " B"]) -> None:
+        """Take in a round that nothing was proposed for: the root's own row, where ``keep[b]`` is 1.
+
+        The next call may be another ``skip``, or ``propose``.
+        """
+        raise NotImplementedError(f"{type(self).__name__} drafts in every round: decode without decoding.adaptive")
+
 
 class NoDrafts(Proposer):
     """Drafts nothing, which makes the loop decode plainly."""

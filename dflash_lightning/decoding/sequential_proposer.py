@@ -34,6 +34,7 @@ class SequentialProposer(DraftProposer):
 
     def propose(self, roots: Int[Tensor, " B"], where: Round) -> Scores:
         assert self._step is not None, "warm_up comes before decoding"
+        self._take_in_skipped()
         return self._open(roots)
 
     def _open(self, roots: Int[Tensor, " B"]) -> Scores:

@@ -33,7 +33,9 @@ class DecodingSettings:
     was trained with: lossless too, and the drafts behind are bad (DFlash, arXiv 2602.06036 sec. 5.5.4).
 
     ``prepacked`` multiplies with weights laid out anew for the CPU, ``compile`` compiles the draft step (``"auto"``:
-    only where that pays back within one ``decode``); neither changes which tokens are right.
+    only where that pays back within one ``decode``); neither changes which tokens are right. ``adaptive`` times rounds
+    with and without drafts and goes on with the quicker kind (``Pace``); tokens drawn by rejection then depend on the
+    clock, though not their law.
     """
 
     max_new_tokens: int = 256  # longest answer
@@ -49,6 +51,7 @@ class DecodingSettings:
     untrained_slots: bool = False  # let block_size be more than the drafter was trained with
     compile: bool | Literal["auto"] = True  # compile the draft step; "auto": where that pays within one answer
     prepacked: bool = True  # lay weights out anew for the CPU
+    adaptive: bool = False  # leave drafts out of rounds while that measures quicker
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -131,6 +134,7 @@ class DecodingSettings:
             compile=self.compile if compile is None else compile,
             prepacked=self.prepacked,
             shown=shown,
+            adaptive=self.adaptive,
         )
 
 

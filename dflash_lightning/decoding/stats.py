@@ -32,6 +32,8 @@ class DecodeStats:
     histogram counts whole rounds that no policy narrowed, by the depth they reached. The first token of a request comes
     from the prefill: it is in ``generated`` and not in ``committed``. ``looped_requests`` are answers that repeat
     themselves (``repeats_itself``), with their rounds and tokens; ``cut_requests`` ended at the length limit.
+    ``plain_rounds`` drafted nothing (``decoding.adaptive``): they count as rounds of one token, and say nothing about
+    acceptance.
     ``compared`` outputs were held against plain decoding's: ``identical`` of them are equal, and ``rounded`` leave it
     at a near tie (see ``Evaluation``).
     """
@@ -46,6 +48,7 @@ class DecodeStats:
     whole_accepted: int = 0
     whole_drafted: int = 0
     full_accepts: int = 0
+    plain_rounds: int = 0
     cycles: int = 0
     compiled_cycles: int = 0
     drafted_requests: int = 0
@@ -92,6 +95,12 @@ class DecodeStats:
         for k in range(depth):
             self.at_risk[k] += 1
             self.stood[k] += k < accepted
+
+    def add_plain_round(self, committed: int) -> None:
+        """Count a round in which nothing was drafted."""
+        self.rounds += 1
+        self.plain_rounds += 1
+        self.committed += committed
 
     def add_request(self, generation: Generation) -> None:
         """Count a finished request."""
@@ -244,6 +253,7 @@ class DecodeStats:
             "looped_requests": self.looped_requests,
             "cut_requests": self.cut_requests,
             "rounds": self.rounds,
+            "plain_rounds": self.plain_rounds,
             "committed": self.committed,
             "generated": self.generated,
             "compiled": self.compiled,

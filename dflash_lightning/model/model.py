@@ -159,7 +159,7 @@ class DraftModel(PreTrainedModel):
             start = keep[:, None]
             carried = Carried(features, places, start, start + rejected[:, None], recalled)
             context = self.conditioning.carry(context, carried)
-        positions = cache.cursor[:, None] + torch.arange(embeddings.shape[2], device=self.device)
+        positions = cache.cursor[:, None] + torch.arange(embeddings.shape[2], device=cache.cursor.device)
         slots = context.slot_inputs(embeddings.to(self.dtype))
         places = positions[:, None].expand(-1, embeddings.shape[1], -1)
         return self._with_rows_beside(self.drafter(slots, places, context), context)

@@ -35,3 +35,33 @@ def now() -> tuple[float, float]:
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     return time.perf_counter(), time.process_time()
+
+
+class DeviceSeconds:
+    """Seconds that a device spends in ``timed`` blocks; no GPU is waited for before ``take`` is called."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextmanager
+    def timed(self, device: torch.device) -> Iterator[None]:
+        """Add what ``device`` takes for the block. One that fails is not counted."""
+        if device.type != "cuda":
+            begin = time.perf_counter()
+            yield
+            self._seconds += time.perf_counter() - begin
+            return
+        begins, ends = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begins.record()
+        yield
+        ends.record()
+        self._pairs.append((begins, ends))
+
+    def take(self) -> float:
+        """All since the last call."""
+        for begins, ends in self._pairs:
+            ends.synchronize()
+            self._seconds += begins.elapsed_time(ends) / 1e3
+        found, self._seconds, self._pairs = self._seconds, 0.0, []
+        return found

@@ -125,11 +125,12 @@ class TargetAdapter:
         """
         assert self._lengths, "verify comes after prefill"
         assert live is None or live.shape == tokens.shape, (live.shape, tokens.shape)
+        device = self.target.device
         if parents is not None:
             self.check_trees()
-            parents = parents.to(self.target.device)
-        with plain_mode(self.target.device):
-            hidden, self._verified = self._forward(tokens.to(self.target.device), self._lengths, parents)
+            parents = parents.to(device)
+        with plain_mode(device):
+            hidden, self._verified = self._forward(tokens.to(device), self._lengths, parents)
             return self._logits(hidden)
 
     def commit(self, path: Int[Tensor, "B P"] | None, keep: Int[Tensor, " B"]) -> TargetFeatures:

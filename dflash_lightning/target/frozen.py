@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dflash_lightning.draft_config import DraftConfig
 from dflash_lightning.errors import SettingError
+from dflash_lightning.ops.clock import DeviceSeconds
 from dflash_lightning.ops.lm_head import LanguageHead
 from dflash_lightning.ops.plain_mode import plain_mode
 from dflash_lightning.target import families
@@ -61,11 +62,11 @@ class FrozenTarget:
         self.facts = make_facts(model, tokenizer, name=name, revision=revision, stop_ids=self.stop_ids)
         self.limit = families.length_limit(model.config)
         self.products = self.dtype  # what its linear layers multiply in; see ``with_products``
-        self._trunks: dict[FeatureSpec, Trunk] = {}
+        self.reading, self._trunks = DeviceSeconds(), dict[FeatureSpec, Trunk]()  # time of training's passes; decoders
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the cut decoders, which are made again on demand (their hooks cannot be pickled)."""
-        return {**self.__dict__, "_trunks": {}}
+        """Without clock and cut decoders, which cannot be pickled and are made anew."""
+        return {**self.__dict__, "_trunks": {}, "reading": DeviceSeconds()}
 
     @property
     def device(self) -> torch.device:

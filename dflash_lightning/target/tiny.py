@@ -8,6 +8,8 @@ import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from dflash_lightning.target.frozen import FrozenTarget
+
 LETTERS = "abcdefghijklmnop \n"
 _SPECIALS = ("<|unknown|>", "<|pad|>", "<|user|>", "<|assistant|>", "<|end|>")
 _TEMPLATE = (
@@ -53,6 +55,28 @@ def save_tiny_target(folder: Path, *, num_layers: int = 6, seed: int = 5) -> Non
     model.lm_head.weight.data[len(LETTERS) :] = 0.0
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def random_target(*, dtype: torch.dtype = torch.float32, seed: int = 0, **sizes: int) -> FrozenTarget:
+    """A Llama of any size with random weights, in memory, with the toy's tokenizer; ``sizes`` are Llama's own.
+
+    What it says is nonsense, and costs what a real target of its size costs. Its first ids are letters and specials
+    where the vocabulary has room for them.
+    """
+    tokenizer = _tokenizer()
+    roomy = sizes["vocab_size"] > len(tokenizer)
+    end, pad, begin = (tokenizer.convert_tokens_to_ids(f"<|{name}|>") for name in ("end", "pad", "user"))
+    config = LlamaConfig(
+        **sizes,
+        tie_word_embeddings=True,
+        pad_token_id=pad if roomy else 0,
+        bos_token_id=begin if roomy else 1,
+        eos_token_id=end if roomy else 2,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(config).to(dtype)
+    return FrozenTarget(model, tokenizer if roomy else None, name="random")
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:

@@ -13,6 +13,7 @@ from torch import Tensor
 from dflash_lightning.block import Anchored, BlockConstructor, check_layout, count_slots
 from dflash_lightning.conditioning import Conditioning, KVInjection
 from dflash_lightning.decoding.decoder import SpeculativeDecoder
+from dflash_lightning.decoding.parts import CachedTarget
 from dflash_lightning.decoding.types import Round, Scores, Verdict
 from dflash_lightning.drafter import BlockTransformer, Drafter
 from dflash_lightning.head import DraftHead, SelectorHead
@@ -28,7 +29,7 @@ from dflash_lightning.testing.toys import (
     toy_document,
     toy_module,
 )
-from dflash_lightning.types import Alignment, BlockLayout, StepContext, TrainBatch
+from dflash_lightning.types import Alignment, BlockLayout, StepContext, TargetFeatures, TrainBatch
 
 _STEP = StepContext(0, 10, 0)
 
@@ -138,13 +139,16 @@ def _check_parts(**parts: Any) -> None:
 
 @torch.no_grad()
 def _decoded_log_probs(module: DraftModule, layout: BlockLayout) -> dict[int, Float[Tensor, " K"]]:
-    """Log-probabilities of the document's own tokens as they are drafted, by anchor: in a first and a second round."""
+    """Log-probabilities of the document's own tokens as they are drafted, by anchor.
+
+    In a first and a second round, and in one after two rounds that drafted nothing (``decoding.adaptive``).
+    """
     ids, target, draft = toy_document().input_ids, module.target, module.draft_model
     decoder = SpeculativeDecoder(target, draft, max_length=64, compile=False, shown=False)
     decoder.refresh()
     decoder.warm_up()
     cached, proposer = decoder.parts.target, decoder.parts.proposer
-    anchors = [PROMPT, PROMPT + 2]
+    anchors, skipped = [PROMPT, PROMPT + 2, PROMPT + 6], 2
     _, features, lengths = cached.prefill([ids[:PROMPT].tolist()])
     root = ids[anchors[0], None]
     proposer.start(features, lengths, root)
@@ -158,13 +162,25 @@ def _decoded_log_probs(module: DraftModule, layout: BlockLayout) -> dict[int, Fl
         )
         known = {int(a): labels for a, labels in zip(layout.anchors[0], layout.labels[0], strict=True)}
         found[anchor] = _label_log_probs(scores, ids[anchor], known[anchor], draft.alignment.first_slot)
-        if number == 0:
-            cached.verify(ids[None, anchor : anchor + 3])
-            keep, following = torch.tensor([2]), ids[anchor + 2, None]
-            lengths = lengths + keep
-            features = cached.commit(None, keep).with_next(keep, following)
+        if number < 2:
+            features, keep, following = _committed(cached, ids[anchor : anchor + 3], 2)
             proposer.ingest(features, keep, Verdict(torch.tensor([1]), following))
+            lengths = lengths + keep
+        if number == 1:
+            for place in range(anchor + 2, anchor + 2 + skipped):
+                features, keep, _ = _committed(cached, ids[place : place + 2], 1)
+                proposer.skip(features, keep)
+                lengths = lengths + keep
     return found
+
+
+def _committed(
+    cached: CachedTarget, ids: Int[Tensor, " n"], count: int
+) -> tuple[TargetFeatures, Int[Tensor, " 1"], Int[Tensor, " 1"]]:
+    """The target's features after it has judged ``ids`` and kept ``count``; that number, and the token behind them."""
+    cached.verify(ids[None])
+    keep, following = torch.tensor([count]), ids[count, None]
+    return cached.commit(None, keep).with_next(keep, following), keep, following
 
 
 def _label_log_probs(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,8 +17,8 @@ class FeatureSpec:
 
     ``layer_ids`` are 0-based decoder layers: id ``i`` is the *output* of decoder layer ``i`` (Hugging Face's
     ``hidden_states[i + 1]``, and never the normed last entry). ``last_hidden`` is the hidden state after the final
-    norm. ``kv_ids`` are layers whose own keys (rotated) and values are read. ``tokens`` says that the token of a row, or
-    the one after it, is read: training has them anyway, and decoding keeps them up to date only where they are read.
+    norm. ``kv_ids`` are layers whose own keys (rotated) and values are read. ``tokens`` says that the token of a row or
+    the one after it is read: training has them anyway, and decoding keeps them up to date only where they are read.
     """
 
     layer_ids: tuple[int, ...] = ()
@@ -87,6 +87,12 @@ class TargetFeatures:
             for _ in range(2)
         )
         return cls(spec.layer_ids, hidden, last, ids, None, spec.kv_ids, keys, values)
+
+    @staticmethod
+    def joined(parts: Sequence[TargetFeatures]) -> TargetFeatures:
+        """Runs of positions one after the other, as one run; ``next_ids`` stay as each part has them."""
+        values: dict[str, Any] = {n: torch.cat([p.tensors()[n] for p in parts], dim=1) for n in parts[0].tensors()}
+        return TargetFeatures(parts[0].layer_ids, kv_ids=parts[0].kv_ids, **values)
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor that is there, by the name of its field; all of them begin with dimensions B and S."""

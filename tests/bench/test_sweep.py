@@ -79,7 +79,7 @@ def test_a_sweep_that_is_killed_and_started_again_loses_no_point_and_does_none_t
     first = _start(tmp_path)
     _until(lambda: _marks(tmp_path) == ["begin first", "end first", "begin held"])
     first.kill()
-    first.communicate()
+    first.communicate(timeout=300)
     again = _start(tmp_path)
     assert again.stdout is not None
     lines = iter(again.stdout.readline, "")
@@ -99,7 +99,7 @@ def test_a_point_whose_process_was_killed_too_is_made_again(tmp_path: Path) -> N
     first = _start(tmp_path)
     _until(lambda: "begin held" in _marks(tmp_path))
     os.killpg(first.pid, signal.SIGKILL)
-    first.communicate()
+    first.communicate(timeout=300)
     (tmp_path / "go").touch()
     again = _start(tmp_path)
     assert "ENDED skipped done done done" in again.communicate(timeout=300)[0]

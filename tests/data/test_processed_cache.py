@@ -291,7 +291,7 @@ def test_an_entry_is_made_once_though_many_ask_at_the_same_time(tmp_path: Path) 
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(60)
     assert len(makers) == 1 and found == [[1, 2, 3, 1, 2, 3]] * 4
 
 
@@ -312,8 +312,12 @@ def test_folder_that_cannot_be_written_is_named_with_the_way_out(tmp_path: Path)
         ProcessedCache(str(tmp_path / "file" / "cache")).get(KEY, made)
 
 
+@pytest.mark.slow
 def test_one_of_two_ranks_processes_the_rows_and_both_train_on_them(
-    make_target: Callable[..., FrozenTarget], byte_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+    make_target: Callable[..., FrozenTarget],
+    byte_tokenizer: PreTrainedTokenizerFast,
+    run_group: Callable[..., subprocess.CompletedProcess[str]],
+    tmp_path: Path,
 ) -> None:
     """Two gloo processes under Lightning; processing is slowed down, so that a rank that does not wait for it shows."""
     target = make_target("llama")
@@ -321,11 +325,9 @@ def test_one_of_two_ranks_processes_the_rows_and_both_train_on_them(
     byte_tokenizer.save_pretrained(tmp_path / "target")
     rows = [{"input_ids": [5 + i] * 9, "loss_mask": [0, *[1] * 8]} for i in range(6)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).parent / "prepare_run.py"), str(tmp_path), "2"],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])},
-        cwd=tmp_path, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, str(Path(__file__).parent / "prepare_run.py"), str(tmp_path), "2"]
+    done = run_group(command, env=environment, cwd=tmp_path, timeout=300)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert (tmp_path / "made.txt").read_text().split() == ["0"]
     ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]

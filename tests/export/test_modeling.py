@@ -110,7 +110,7 @@ def test_a_folder_loads_with_trust_remote_code_in_a_process_without_the_package(
     """
     environment = {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     run = subprocess.run(
-        [sys.executable, "-c", dedent(code)], capture_output=True, text=True, cwd=tmp_path, env=environment
+        [sys.executable, "-c", dedent(code)], capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=300
     )
     assert run.returncode == 0, run.stderr[-2000:]
     replay = json.loads((folder / "replay.json").read_text())["prompts"][0]

@@ -200,6 +200,7 @@ def consumer(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[An
             env={**{k: v for k, v in os.environ.items() if k != "PYTHONPATH"}, **quiet},
             capture_output=True,
             text=True,
+            timeout=500,
         )
         assert done.returncode == 0, done.stderr[-4000:]
         return json.loads((folder / "answer.json").read_text()), load_file(folder / "answer.safetensors")

@@ -280,7 +280,7 @@ def test_a_job_killed_anywhere_again_and_again_ends_like_one_that_was_not(
         at = count[0] - rng.randrange(last) if number % 2 else rng.randrange(1, count[0])
         process = multiprocessing.get_context("fork").Process(target=job, args=(at,))
         process.start()
-        process.join()
+        process.join(300)
         assert process.exitcode in (0, -signal.SIGKILL)
         if process.exitcode == 0:
             break  # less was left to do than the line it was to die at

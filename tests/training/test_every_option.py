@@ -121,6 +121,7 @@ def test_every_precision_clips_and_accumulates(place: Any, precision: str) -> No
     assert checked(place, name)["global_step"] == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("group", "option"), OTHERS)
 def test_every_other_option_trains(
     place: Any, group: str, option: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, request: pytest.FixtureRequest

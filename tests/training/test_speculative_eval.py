@@ -186,6 +186,7 @@ def scored_run(parts, write_rows, tiny_target, tmp_path, prompts, monkeypatch, w
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("every_n_steps", "trainer", "steps"),
     [

@@ -115,9 +115,10 @@ class StatefulLoader:
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[TrainBatch]:
+        windows = iter(self._loader)  # forks its workers, which is better done before others start threads
         if self._expect is not None:
             self._expect(self.sampler.documents())
-        for window in self._loader:
+        for window in windows:
             for batch in window:
                 self.sampler.advance()
                 yield _map_arrays(batch)

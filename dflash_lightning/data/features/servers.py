@@ -22,7 +22,8 @@ class Servers:
     """vLLM servers of the same target, started with ``extract_hidden_states`` and the file connector.
 
     ``dflash fit`` prints the command that starts one. Prefix caching and chunked prefill must be off. A document is one
-    request; the next ones are asked for while a batch is trained on.
+    request; the next ones are asked for while a batch is trained on. A server batches requests as they come, so that
+    its states repeat to rounding only, and so does a run that is resumed.
 
     Args:
         endpoints: their addresses, e.g. ``[http://host-a:8000, http://host-b:8000]``; documents are spread over them.
