@@ -217,10 +217,8 @@ class DraftData(LightningDataModule):
             limit=batch_limit(self.trainer, planner),
         )
         if self.features.gathered and (self._cache is None or self._cache.asked != spec):
-            row_tokens, say = self.row_tokens if self.packing else None, self._say
-            self._cache = self.features.make(
-                self.documents, self.target, spec, row_tokens=row_tokens, trainer=self.trainer, say=say
-            )
+            rows = {"row_tokens": self.row_tokens if self.packing else None}
+            self._cache = self.features.make(self.documents, self.target, spec, self.trainer, say=self._say, **rows)
         expect = None if self._cache is None else self._cache.expect
         self._loader = StatefulLoader(self._maker(), sampler, num_workers=self.num_workers, expect=expect)
         if self._position is not None:

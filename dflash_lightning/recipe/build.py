@@ -18,7 +18,7 @@ from dflash_lightning.recipe.drafting import drafting_faults
 from dflash_lightning.recipe.faults import Fault, RecipeError
 from dflash_lightning.recipe.make import make, make_target
 from dflash_lightning.recipe.precision import settle_precision
-from dflash_lightning.recipe.served import loads_layers
+from dflash_lightning.recipe.served import loads_layers, without_faulty
 from dflash_lightning.recipe.target import greet, is_usual, part_faults, target_faults
 from dflash_lightning.recipe.tree import plain_tree
 from dflash_lightning.target import FrozenTarget
@@ -39,6 +39,7 @@ def list_faults(cfg: DictConfig) -> list[Fault]:
     open_values: list[Fault] = []
     tree = plain_tree(cfg, open_values)
     faults = find_faults(tree, open_values, by_import)
+    tree = without_faulty(tree, faults)
     wrong = {fault.where.partition(".")[0] for fault in faults}
     if not wrong & {"block", "conditioning", "drafter", "head", "loss", "init_from", "draft_vocabulary"}:
         faults += part_faults(tree)

@@ -7,7 +7,7 @@ decode with the whole target.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from dflash_lightning.recipe.evaluation import decoding_callbacks
 from dflash_lightning.recipe.faults import Fault
 from dflash_lightning.recipe.make import make
 from dflash_lightning.recipe.nodes import faults_of
-from dflash_lightning.recipe.tree import holds_unknown, mapping_at
+from dflash_lightning.recipe.tree import UNKNOWN, holds_unknown, mapping_at
 from dflash_lightning.target.absent import no_layers
 from dflash_lightning.target.preview import TargetPreview
 from dflash_lightning.types import FeatureSpec
@@ -31,6 +31,14 @@ _INSTEAD = "Set target.layers=true, which loads the whole target beside the draf
 def loads_layers(tree: dict[str, Any], *, usual: bool = True) -> bool:
     """Whether a training run reads the weights of the target's layers; ``usual``: it is ``load_target`` that loads."""
     return not usual or not mapping_at(tree, "data", "features") or mapping_at(tree, "target").get("layers") is True
+
+
+def without_faulty(tree: dict[str, Any], faults: Iterable[Fault]) -> dict[str, Any]:
+    """The recipe with its servers' addresses open where something is wrong with their settings: none can be made."""
+    node = mapping_at(tree, "data", "features")
+    if not node or not any(f"{fault.where}.".startswith("data.features.") for fault in faults):
+        return tree
+    return {**tree, "data": {**tree["data"], "features": {**node, "endpoints": UNKNOWN}}}
 
 
 def served_part_faults(tree: dict[str, Any], plan: DraftPlan) -> Iterator[Fault]:
@@ -67,11 +75,7 @@ def layer_states(tree: dict[str, Any], found: TargetPreview) -> Callable[[int], 
 
 def served_target_faults(tree: dict[str, Any], plan: DraftPlan, found: TargetPreview) -> Iterator[Fault]:
     """Features that the servers do not give."""
-    try:
-        servers = servers_of(tree)
-    except ValueError:
-        return  # said where its settings are checked
-    if servers is not None and (spec := spec_of(tree, plan, found)) is not None:
+    if (servers := servers_of(tree)) is not None and (spec := spec_of(tree, plan, found)) is not None:
         yield from faults_of(partial(servers.given, spec, found.facts.num_layers), "data.features")
 
 

@@ -24,6 +24,8 @@ from torch import Tensor
 from dflash_lightning.target import FrozenTarget
 from dflash_lightning.types import FeatureSpec
 
+_TURN = threading.Lock()  # a target answers one request at a time, and several servers may have the same
+
 
 class StandIn:
     """A server on a free port of this machine, from ``start`` (or ``with``) to ``stop``; a second start has that port.
@@ -60,7 +62,6 @@ class StandIn:
         self.faults: deque[str | None] = deque()
         self.asked: list[list[int]] = []
         self._port, self._number = 0, 0
-        self._turn = threading.Lock()  # the target answers one request at a time
         self._server: ThreadingHTTPServer | None = None
         self._held: list[Any] = []
 
@@ -93,7 +94,7 @@ class StandIn:
 
     def complete(self, ids: list[int]) -> tuple[int, dict[str, Any]]:
         """Status and content of the answer to a text; its file is written, or will be."""
-        with self._turn:
+        with _TURN:
             self.asked.append(ids)
             fault = self.faults.popleft() if self.faults else None
             self._number += 1

@@ -17,6 +17,7 @@ from dflash_lightning.block import Anchored
 from dflash_lightning.data import DraftData, Servers
 from dflash_lightning.data.features import endpoint
 from dflash_lightning.data.features.ahead import Ahead
+from dflash_lightning.data.features.cache import FeatureCache, Storage
 from dflash_lightning.data.features.served import ServedFeatures
 from dflash_lightning.data.features.servers import needed, serve_command, tries
 from dflash_lightning.data.read.store import DocumentStore, MaskedIds
@@ -323,12 +324,14 @@ def test_features_that_were_kept_of_another_model_are_refused(
     with StandIn(make_target("llama", seed=1), GIVEN, tmp_path) as other:
         found = served(tiny_target, other.url)
 
-        class Kept:
+        class Kept(FeatureCache):
             def document(self, number: int) -> Any:
                 return local(tiny_target, store, number)
 
+        kept = Kept(store, Storage.of(tiny_target, SPEC, torch.float32))
+
         with pytest.raises(SettingError, match=r"document 3: the servers' state 1 .*not that of the features kept"):
-            found.check_kept(store, Kept())  # type: ignore[arg-type]
+            found.check_kept(store, kept)
 
 
 # -- settings ---------------------------------------------------------------------------------------------------------

@@ -30,7 +30,13 @@ class Ahead(Generic[T]):
     """
 
     def __init__(
-        self, work: Callable[[int], T], order: Iterable[tuple[int, int]], *, most: int, threads: int, patience: float
+        self,
+        work: Callable[[int], T],
+        order: Iterable[tuple[int, int]],
+        *,
+        most: int,
+        threads: int,
+        patience: float | int,
     ) -> None:
         """``order`` gives numbers and the bytes of their results; ``patience`` are the seconds that one may take."""
         self._work, self._most, self._patience = work, most, patience

@@ -64,7 +64,7 @@ class Endpoint:
     """
 
     url: str
-    timeout: float
+    timeout: float | int
     folder: Path | None = None
 
     def served(self) -> dict[str, int | None]:

@@ -45,9 +45,9 @@ class FeatureSettings:
         store: DocumentStore,
         target: FrozenTarget,
         asked: FeatureSpec,
+        trainer: Trainer | None,
         *,
         row_tokens: int | None,
-        trainer: Trainer | None,
         say: Callable[[str], None],
     ) -> FeatureCache:
         """What gathers the features ``asked`` of the documents in ``store``; kept ones are computed now.

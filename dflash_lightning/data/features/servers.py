@@ -47,9 +47,9 @@ class Servers:
         folder: str | None = None,
         in_flight: int = 8,
         ahead_mib: int = 2048,
-        timeout: float = 120.0,
+        timeout: float | int = 120.0,
         retries: int = 6,
-        pause: float = 2.0,
+        pause: float | int = 2.0,
     ) -> None:
         if not endpoints:
             raise SettingError(f"{_WHERE}.endpoints", "no server is named", do="Give a list: [http://host:8000]")
@@ -201,7 +201,7 @@ def serve_command(name: str, given: Sequence[int], folder: str = "/dev/shm/hidde
     )
 
 
-def tries(servers: Servers, start: int) -> Iterator[tuple[Endpoint, int, float]]:
+def tries(servers: Servers, start: int) -> Iterator[tuple[Endpoint, int, float | int]]:
     """Which endpoint is asked next, by number, and after how many seconds: in turn from ``start`` on."""
     count = len(servers.endpoints)
     for attempt in range((servers.retries + 1) * count):
