@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -71,6 +71,7 @@ def wait_for_gpu() -> None:
         torch.cuda.synchronize()
 
 
+@runtime_checkable
 class Mark(Protocol):
     """A place in the queue of a device."""
 
