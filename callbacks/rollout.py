@@ -19,6 +19,7 @@ from dflash_lightning.decoding import DecodingSettings
 from dflash_lightning.decoding.rollout import Rollout as Listener
 from dflash_lightning.errors import SettingError
 from dflash_lightning.files import write_atomic
+from dflash_lightning.model import DraftModel
 from dflash_lightning.module import DraftModule
 from dflash_lightning.progress import print_line
 from dflash_lightning.types import DecodedRound
@@ -65,11 +66,12 @@ class Rollout(Callback):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert isinstance(pl_module, DraftModule)
-        place, state = self._place(trainer), _drafter_state(pl_module)
+        draft = pl_module.whole_draft()
+        place, state = self._place(trainer), _drafter_state(draft)
         known = _read(place)
         if known.get("drafter") != state:
             if trainer.is_global_zero:
-                records = self._decode(trainer, pl_module)
+                records = self._decode(trainer, pl_module, draft)
                 place.parent.mkdir(parents=True, exist_ok=True)
                 write_atomic(place, json.dumps({"drafter": state, "rounds": _plain(records)}))
                 self._say(trainer, records)
@@ -108,7 +110,7 @@ class Rollout(Callback):
     def _place(self, trainer: Trainer) -> Path:
         return Path(trainer.default_root_dir) / "rounds" / f"epoch-{trainer.current_epoch:04d}.json"
 
-    def _decode(self, trainer: Trainer, module: DraftModule) -> Records:
+    def _decode(self, trainer: Trainer, module: DraftModule, draft: DraftModel) -> Records:
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         assert isinstance(data, DraftData)
         count = len(data.documents) if self.documents is None else min(self.documents, len(data.documents))
@@ -126,7 +128,7 @@ class Rollout(Callback):
         most = max(len(answer) for _, answer in asked.values())
         settings = DecodingSettings(max_new_tokens=most, batch_size=min(self.batch_size, len(asked)), compile=False)
         with isolate_rng(), torch.no_grad():
-            decoder = settings.make_decoder(module.target, module.draft_model, longest_prompt=longest, shown=False)
+            decoder = settings.make_decoder(module.target, draft, longest_prompt=longest, shown=False)
             listener = Listener.listen(decoder)
             # Answers of about one length together, so that few rows ride along after their end.
             order = sorted(asked, key=lambda number: len(asked[number][1]))
@@ -162,10 +164,10 @@ def _plain(records: Records) -> dict[str, list[dict[str, Any]]]:
     return {str(document): [asdict(one) for one in rounds] for document, rounds in sorted(records.items())}
 
 
-def _drafter_state(module: DraftModule) -> str:
+def _drafter_state(draft: DraftModel) -> str:
     """Identifies the drafter's weights as they are."""
     digest = hashlib.sha256()
-    for name, tensor in sorted(module.draft_model.state_dict().items()):
+    for name, tensor in sorted(draft.state_dict().items()):
         digest.update(name.encode())
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]

@@ -31,6 +31,8 @@ LAYOUT = {
         "learning rate": [_MULTILINE, ["train/lr"]],
         "gradient norm, unclipped": [_MULTILINE, ["train/grad_norm"]],
         "tokens per second": [_MULTILINE, ["train/tokens_per_second"]],
+        "blocks per second": [_MULTILINE, ["train/blocks_per_second"]],
+        "share of the time that the target takes": [_MULTILINE, ["train/target_share"]],
         "memory, GiB": [_MULTILINE, ["train/memory_gib"]],
     },
 }

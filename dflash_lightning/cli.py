@@ -200,6 +200,12 @@ def _smoke(args: argparse.Namespace) -> int:
     return smoke(args)
 
 
+def _bench(args: argparse.Namespace) -> int:
+    from dflash_lightning.commands.bench import bench
+
+    return bench(args)
+
+
 def _recipes(args: argparse.Namespace) -> int:
     from dflash_lightning.commands.listing import list_recipes
 
@@ -222,4 +228,5 @@ _RUN: dict[str, Callable[[argparse.Namespace], int]] = {
     "recipes": _recipes,
     "new": _new,
     "smoke": _smoke,
+    "bench": _bench,
 }

@@ -68,8 +68,9 @@ def test_a_step_that_cannot_count_says_what_it_is_if_it_takes_a_while(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], first: float, said: str
 ) -> None:
     monkeypatch.setattr(progress, "FIRST_SECONDS", first)
+    before = {*threading.enumerate()}
     with progress.waiting("compiling"):
-        for timer in [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]:
+        for timer in {*threading.enumerate()} - before:
             timer.join(timeout=5.0 if not first else 0.0)
     assert capsys.readouterr().err == said
 
@@ -79,7 +80,8 @@ def test_other_ranks_do_not_say_what_they_wait_for(
 ) -> None:
     monkeypatch.setattr(progress, "FIRST_SECONDS", 0.0)
     monkeypatch.setenv("LOCAL_RANK", "1")
+    before = {*threading.enumerate()}
     with progress.waiting("compiling"):
-        for timer in [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]:
+        for timer in {*threading.enumerate()} - before:
             timer.join(timeout=1.0)
     assert capsys.readouterr().err == ""

@@ -21,15 +21,16 @@ from dflash_lightning.callbacks import ExpectedTau, SpeculativeEval
 from dflash_lightning.callbacks.run_log import describe_run
 from dflash_lightning.callbacks.spent import TrainingCost
 from dflash_lightning.callbacks.stopping import RunCut, Stopper, forget_time, is_finished
-from dflash_lightning.commands.fit_estimate import estimate
+from dflash_lightning.commands.fit_estimate import estimate, expected_memory
 from dflash_lightning.data import DraftData
 from dflash_lightning.model.files import without_progress_bars
-from dflash_lightning.model.memory import memory_line
+from dflash_lightning.model.memory import StepMemory
 from dflash_lightning.module import DraftModule
 from dflash_lightning.recipe import Parts, build_recipe, check_recipe, load_recipe
 from dflash_lightning.recipe.length import LENGTHS, behind, extend_recipe
 from dflash_lightning.run import RunFolder
 from dflash_lightning.training.guard import Diverged
+from dflash_lightning.training.out_of_memory import explained
 
 # Lightning starts the other ranks of one machine as copies of this command: rank 0 tells them what it decided, because
 # the folder no longer looks the same by then.
@@ -182,14 +183,15 @@ class _Start(Callback):
     def __init__(self, recipe: Any) -> None:
         self.recipe = recipe
         self.step: int | None = None
+        self.memory: StepMemory | None = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         forget_time(trainer)
         describe_run(trainer, self.recipe)
         data = trainer.datamodule  # type: ignore[attr-defined]
         if isinstance(pl_module, DraftModule) and isinstance(data, DraftData):
-            tokens = data.rows_per_batch * (data.row_tokens if data.packing else data.max_length)
-            _say(memory_line(pl_module.target, pl_module.draft_model, pl_module.required(), tokens))
+            self.memory = expected_memory(pl_module, data, trainer.precision)
+            _say(self.memory.line())
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.step = trainer.global_step
@@ -199,7 +201,7 @@ def _run(parts: Parts, folder: RunFolder, resume: str, stopper: Stopper, recipe:
     """Fit; the optimizer step it started from, or the exit status of a run that was cut or diverged.
 
     Raises:
-        ValueError: Lightning refuses the trainer's settings for this run.
+        ValueError: Lightning refuses the trainer's settings for this run, or the memory is at its end.
     """
     begin, cost = _Start(recipe), TrainingCost()
     callbacks: list[Callback] = parts.trainer.callbacks  # type: ignore[attr-defined]
@@ -209,7 +211,8 @@ def _run(parts: Parts, folder: RunFolder, resume: str, stopper: Stopper, recipe:
         _say(f"no callback evaluates: tau is not measured, and {folder.last} is the checkpoint to use")
     clock = time.monotonic()
     try:
-        parts.trainer.fit(parts.module, datamodule=parts.data, ckpt_path=resume or None)
+        with explained(lambda: begin.memory):
+            parts.trainer.fit(parts.module, datamodule=parts.data, ckpt_path=resume or None)
     except MisconfigurationException as error:
         raise ValueError(f"trainer: {error}") from error
     except Diverged as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -13,19 +14,24 @@ from torch import nn
 
 from dflash_lightning.callbacks import SpeculativeEval
 from dflash_lightning.data import DraftData
+from dflash_lightning.data.features.cache import Storage
 from dflash_lightning.data.features.products import with_products
-from dflash_lightning.model.memory import memory_line
+from dflash_lightning.data.features.served import FetchedFeatures
+from dflash_lightning.device import abilities, wait
+from dflash_lightning.model.memory import StepMemory, step_memory
 from dflash_lightning.module import DraftModule
 from dflash_lightning.progress import readable_seconds
 from dflash_lightning.recipe import Parts
 from dflash_lightning.target import FrozenTarget
 from dflash_lightning.training.log import memory_gib
+from dflash_lightning.training.out_of_memory import explained
 from dflash_lightning.training.rounds import play_round
-from dflash_lightning.types import StepContext, TrainBatch
+from dflash_lightning.types import StepContext, TargetFeatures, TrainBatch
 
 _MOST = 4  # micro-batches measured, the first of which warms up
 _BUDGET = 10.0  # seconds after which no further one is begun
 _BUSY = 0.6  # share of its cores that a measurement should get
+_AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 _SHORT = 30.0  # a run that takes no longer is not worth a second measurement
 
 
@@ -141,9 +147,9 @@ def estimate(parts: Parts, *, done: int = 0) -> Estimate | None:
     per_epoch = math.ceil(batches / accumulate)
     steps = _total_steps(trainer.max_epochs, trainer.max_steps, per_epoch)
     evaluations = [c for c in trainer.callbacks if isinstance(c, SpeculativeEval)]  # type: ignore[attr-defined]
-    tokens = data.rows_per_batch * (data.row_tokens if data.packing else data.max_length)
+    memory = expected_memory(module, data, trainer.precision)
     short = _SHORT / max(1, (steps - done) * accumulate)
-    with isolate_rng():
+    with isolate_rng(), explained(lambda: memory):
         measured = _measure(parts, module, data, steps, short)
     return Estimate(
         documents=len(plan.documents),
@@ -160,8 +166,23 @@ def estimate(parts: Parts, *, done: int = 0) -> Estimate | None:
         evaluations=sum(c.count(steps, per_epoch, done=done) for c in evaluations),
         prompts=sum(c.num_prompts for c in evaluations),
         measured=measured,
-        memory=memory_line(module.target, module.draft_model, module.required(), tokens).removeprefix("memory: "),
+        memory=memory.line().removeprefix("memory: "),
         peak_gib=memory_gib(device),
+    )
+
+
+def expected_memory(module: DraftModule, data: DraftData, precision: object) -> StepMemory:
+    """By formula, for the largest micro-batch of the data; ``precision`` is the trainer's."""
+    tokens, blocks = data.plan().largest_row()
+    rows, buckets = data.rows_per_batch, (data.token_bucket, data.block_bucket)
+    padded = [rows * -(-count // bucket) * bucket for count, bucket in zip((tokens, blocks), buckets, strict=True)]
+    return step_memory(
+        module.target,
+        module.draft_model,
+        module.required(),
+        tokens=padded[0],
+        blocks=padded[1],
+        autocast=_AUTOCAST.get(str(precision)),
     )
 
 
@@ -175,13 +196,13 @@ def _measure(parts: Parts, module: DraftModule, data: DraftData, steps: int, sho
     """Seconds by part; one micro-batch is enough where it is long, or where the run is ``short`` seconds of each."""
     device, begin, cpu = parts.trainer.strategy.root_device, time.monotonic(), time.process_time()
     times: list[tuple[float, float]] = []
-    target = with_products(module.target, data.feature_products, exact=module.required().last_hidden)
     plays, kept = module.draft_model.conditioning.carries, data.cache_features is not None
     reader = (with_products(module.target, data.feature_products) if kept else module.target) if plays else None
+    compute = None if plays and not kept else _features_of(module, data)
     for batch in data.first_batches(_MOST):
         batch = move_data_to_device(batch, device)
-        times.append(_time_batch(parts, module, None if plays and not kept else target, reader, batch, steps))
-        on_cpu, last = device.type == "cpu", sum(times[-1])
+        times.append(_time_batch(parts, module, compute, reader, batch, steps))
+        on_cpu, last = not abilities(device).queues, sum(times[-1])
         if time.monotonic() - begin > _BUDGET or (on_cpu and last < short):
             break
     share = (time.process_time() - cpu) / (torch.get_num_threads() * max(time.monotonic() - begin, 1e-9))
@@ -189,24 +210,34 @@ def _measure(parts: Parts, module: DraftModule, data: DraftData, steps: int, sho
     module.zero_grad(set_to_none=True)
     counted = times[1:] or times  # the first one warms up
     features, drafter = (sum(part) / len(counted) for part in zip(*counted, strict=True))
-    return Measured(features, drafter, optimizer, len(counted), busy=device.type == "cpu" and share < _BUSY)
+    return Measured(features, drafter, optimizer, len(counted), busy=on_cpu and share < _BUSY)
+
+
+def _features_of(module: DraftModule, data: DraftData) -> Callable[[TrainBatch], TargetFeatures]:
+    """What makes features of a batch as training will, or as they are made once where they are kept."""
+    spec = module.required()
+    if (served := data.features.open_servers(module.target, spec)) is not None:
+        fetched = FetchedFeatures(data.documents, Storage.of(module.target, spec, module.target.dtype), served)
+        return lambda batch: move_data_to_device(fetched.gather(move_data_to_device(batch, "cpu")), module.device)
+    target = with_products(module.target, data.feature_products, exact=spec.last_hidden)
+    return lambda batch: target.features(batch.input_ids, batch.position_ids, spec, packed=batch.packed)
 
 
 def _time_batch(
     parts: Parts,
     module: DraftModule,
-    target: FrozenTarget | None,
+    compute: Callable[[TrainBatch], TargetFeatures] | None,
     reader: FrozenTarget | None,
     batch: TrainBatch,
     steps: int,
 ) -> tuple[float, float]:
     """Seconds of the target's features, and of the drafter's forward and backward pass.
 
-    ``reader`` null plays no rounds; ``target`` null leaves the features to it.
+    ``reader`` null plays no rounds; ``compute`` null leaves the features to it.
     """
     begin = _now(batch)
-    if target is not None:
-        batch.features = target.features(batch.input_ids, batch.position_ids, module.required(), packed=batch.packed)
+    if compute is not None:
+        batch.features = compute(batch)
     middle = _now(batch)
     with parts.trainer.precision_plugin.train_step_context():
         if reader is not None:
@@ -233,6 +264,5 @@ def _time_optimizer(module: DraftModule) -> float:
 
 
 def _now(batch: TrainBatch) -> float:
-    if batch.input_ids.is_cuda:
-        torch.cuda.synchronize(batch.input_ids.device)
+    wait(batch.input_ids.device)
     return time.monotonic()

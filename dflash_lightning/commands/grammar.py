@@ -12,6 +12,7 @@ from dflash_lightning.commands.argument_types import mapping as _mapping
 from dflash_lightning.commands.grammar_bench import add_bench
 from dflash_lightning.commands.grammar_decode import add_evaluate, add_generate, add_regenerate, add_report
 from dflash_lightning.commands.grammar_develop import NEW, SMOKE, add_new_arguments, add_smoke_arguments
+from dflash_lightning.commands.grammar_speed import add_speed
 from dflash_lightning.commands.shared_arguments import (
     DRAFT_HELP,
     TARGET_HELP,
@@ -66,6 +67,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_recipes(commands)
     add_new_arguments(_add(commands, "new", *NEW))
     add_smoke_arguments(_add(commands, "smoke", *SMOKE))
+    add_speed(partial(_add, commands))
     return parser
 
 

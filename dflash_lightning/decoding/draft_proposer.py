@@ -17,6 +17,7 @@ from dflash_lightning.decoding.compiled import CANNOT_COMPILE, GraphCounter, war
 from dflash_lightning.decoding.head import DecodingHead
 from dflash_lightning.decoding.proposer import Proposer
 from dflash_lightning.decoding.types import Round, Verdict
+from dflash_lightning.device import wait
 from dflash_lightning.errors import SettingError
 from dflash_lightning.model import DraftModel
 from dflash_lightning.ops.row_product import RowProduct, can_multiply
@@ -151,8 +152,7 @@ class DraftProposer(Proposer):
         for _ in range(3):
             begin = time.perf_counter()
             self._step(self.slots, self.round_rows, self.keep)
-            if self.target.device.type == "cuda":
-                torch.cuda.synchronize(self.target.device)
+            wait(self.target.device)
             spent.append(time.perf_counter() - begin)
         return min(spent)
 

@@ -6,13 +6,16 @@ drafts that are rarely accepted cost more than they save. Both depend on machine
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import deque
 
 TRIAL = (True, False, True, False)  # with drafts, without, and again, so that a slow moment does not hit one alone
 TRIAL_ROUNDS = 5  # of each: 20 rounds in all
 CHECK_ROUNDS = 4  # of the other kind, when it is looked at again
-FIRST_CHECK = 64  # rounds until then; twice as many after every check that changed nothing
+FIRST_CHECK = 64  # rounds until then at least; twice as many after every check that changed nothing
+LOST_SHARE = 0.01  # of the time, which checks may cost
+CLEAR = 1.5  # how many times quicker one kind must be to end the trial at half time
 _REMEMBERED = 32  # rounds of a kind that its rate is made of
 
 
@@ -27,17 +30,26 @@ class _Rate:
         self.tokens.append(tokens)
         self.seconds.append(seconds)
 
+    @property
+    def mean_tokens(self) -> float:
+        return statistics.fmean(self.tokens)
+
+    @property
+    def round_seconds(self) -> float:
+        """The median: one round that the machine was busy in changes nothing."""
+        return max(statistics.median(self.seconds), 1e-9)
+
     def __call__(self) -> float:
-        """Mean tokens over the median time of a round: one round that the machine was busy in changes nothing."""
-        return statistics.fmean(self.tokens) / max(statistics.median(self.seconds), 1e-9) if self.tokens else 0.0
+        return self.mean_tokens / self.round_seconds if self.tokens else 0.0
 
 
 class Pace:
     """Says before every round whether to draft; told after it what it gave and took.
 
-    The first 20 rounds take turns. Then the kind that gave more tokens per second goes on, and the other one is looked
-    at again for 4 rounds: after 64 rounds, and after twice as many each time that nothing changed. The first round
-    after a turn counts for neither kind, since it takes in what the drafter has missed.
+    The first 20 rounds take turns, or 10 where they leave no doubt. Then the kind that gave more tokens per second goes
+    on, and the other one is looked at again for 4 rounds: after 64 rounds, after twice as many each time that nothing
+    changed, and later where looking would cost more than 1 % of the time. The first round after a turn counts for
+    neither kind, since it takes in what the drafter has missed.
 
     Which kind a round is never depends on the tokens that it is about to draw. So greedy and matched output is that of
     plain decoding, token for token, and output by rejection has the target's law.
@@ -70,6 +82,8 @@ class Pace:
         self._last = kind
         if self._plan:
             self._plan.pop(0)
+            if self._choice is None and len(self._plan) == len(TRIAL) * TRIAL_ROUNDS // 2 and self._clear():
+                self._plan.clear()
             if not self._plan:
                 self._choose()
             return
@@ -86,4 +100,14 @@ class Pace:
         """The better kind; how long it is left alone depends on whether that is news."""
         before, self._choice = self._choice, self._pays()
         self._wait = FIRST_CHECK if before is None or before != self._choice else 2 * self._wait
-        self._until_check = self._wait
+        self._until_check = max(self._wait, self._affordable())
+
+    def _clear(self) -> bool:
+        slow, quick = sorted(rate() for rate in self._rates.values())
+        return quick > CLEAR * slow
+
+    def _affordable(self) -> int:
+        """Rounds of the chosen kind after which a look at the other one costs ``LOST_SHARE`` of their time."""
+        mine, other = (self._rates[kind] for kind in (self._pays(), not self._pays()))
+        lost = (CHECK_ROUNDS + 1) * max(0.0, other.round_seconds - other.mean_tokens / mine())
+        return math.ceil(lost / (LOST_SHARE * mine.round_seconds))

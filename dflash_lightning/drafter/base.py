@@ -63,6 +63,13 @@ class Drafter(Component, nn.Module, ABC, axis=True):
     ) -> Float[Tensor, "B N K H"]:
         """Hidden states after the output norm, ready for the language head; slots stand at ``positions``."""
 
+    def units(self) -> list[nn.Module]:
+        """Parts whose weights nobody but their own ``forward`` uses in training: each may be gathered for itself.
+
+        By default there are none, and a drafter that is spread over ranks is gathered as a whole.
+        """
+        return []
+
     @abstractmethod
     def absorb(self, context: ContextState) -> None:
         """Let every layer project the new rows of a decoding ``context`` into its cache, without drafting a block."""

@@ -1,31 +1,154 @@
-"""What training will hold in memory, from what is known before its first step."""
+"""What a training step holds in memory, by a formula: said before the first step, and where memory runs out.
+
+Counted are the numbers that the backward pass needs of a drafter of attention and feed-forward layers; what the head or
+a conditioning keeps of its own comes on top. ``tests/measure_memory.py`` holds it against what is measured.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from dflash_lightning.geometry import LayerGeometry
 from dflash_lightning.model import DraftModel
 from dflash_lightning.ops.lm_head import chunk_bytes
 from dflash_lightning.target import FrozenTarget
 from dflash_lightning.types import FeatureSpec
 
-# float32 weight, gradient and the two moments of AdamW.
-_BYTES_PER_PARAMETER = 16
+# What the allocator holds beyond what is asked for, between blocks that are still in use: 5 to 17 % were measured.
+_SPLIT = 1.09
+_WIDE = 4  # bytes of float32: parameters, gradients, optimizer, norms
+# Logits of a chunk, their probabilities and the gradient; and the first two of the chunk before, which are given back
+# when the next one's logits exist already.
+_CHUNKS, _CHUNKS_BEFORE = 3, 2
+# What makes a part smaller, as settings of a recipe.
+ADVICE = {
+    "target": "a smaller target, or target.dtype=bfloat16",
+    "drafter": "fewer layers (drafter.num_layers), or drafter.intermediate_size",
+    "gradients and optimizer": "fewer layers (drafter.num_layers), or drafter.intermediate_size",
+    "activations": "fewer blocks per document (block.num_anchors), fewer slots (block.block_size), or fewer tokens per "
+    "micro-batch (data.row_tokens, data.rows_per_batch, with trainer.accumulate_grad_batches to match)",
+    "features": "fewer tokens per micro-batch (data.row_tokens, data.rows_per_batch, with "
+    "trainer.accumulate_grad_batches to match), or conditioning.num_features",
+    "logits": "draft_vocabulary=data, which leaves out tokens that the training rows do not have",
+}
 
 
-def memory_line(target: FrozenTarget, draft: DraftModel, spec: FeatureSpec, batch_tokens: int) -> str:
-    """One line of text: the memory that a process needs at least, by part. Activations are not counted.
+@dataclass(frozen=True)
+class StepMemory:
+    """Bytes by part, weights included. ``before`` names parts that are there before the first step."""
 
-    ``batch_tokens`` are the positions of a micro-batch.
+    parts: Mapping[str, int]
+    before: frozenset[str] = field(default=frozenset({"target", "drafter"}))
+
+    @property
+    def total(self) -> int:
+        """All parts, and what is lost between them."""
+        return self.growth + sum(count for name, count in self.parts.items() if name in self.before)
+
+    @property
+    def growth(self) -> int:
+        """What steps take beyond what is there before the first."""
+        return round(_SPLIT * sum(count for name, count in self.parts.items() if name not in self.before))
+
+    @property
+    def largest(self) -> str:
+        """The part that takes most."""
+        return max(self.parts, key=lambda name: self.parts[name])
+
+    def figures(self) -> dict[str, Any]:
+        """For JSON."""
+        return {"predicted_bytes": self.growth, "parts": dict(self.parts)}
+
+    def line(self) -> str:
+        """One line of text."""
+        listed = ", ".join(f"{name} {size_text(count)}" for name, count in self.parts.items())
+        return f"memory: about {size_text(self.total)} at the most ({listed})"
+
+    def advice(self) -> str:
+        """What takes most, and which setting makes it smaller."""
+        name = self.largest
+        return (
+            f"Of about {size_text(self.total)} that a step needs, {name} take{'s' * (not name.endswith('s'))} most: "
+            f"{size_text(self.parts[name])}. Use {ADVICE[name]}"
+        )
+
+
+def step_memory(
+    target: FrozenTarget,
+    draft: DraftModel,
+    spec: FeatureSpec,
+    *,
+    tokens: int,
+    blocks: int,
+    autocast: torch.dtype | None = None,
+) -> StepMemory:
+    """Of a micro-batch with ``tokens`` positions and ``blocks`` blocks, over all its rows.
+
+    ``autocast`` is what products are computed in where that is not float32.
     """
+    config, weights = draft.config, sum(p.numel() for p in draft.parameters())
+    trained = sum(p.numel() for p in draft.parameters() if p.requires_grad)
+    slots, narrow = blocks * config.block_size, _WIDE if autocast is None else autocast.itemsize
     width = (len(spec.layer_ids) + spec.last_hidden) * target.facts.hidden_size
+    keys = 2 * len(spec.kv_ids) * target.facts.num_kv_heads * target.facts.head_dim
+    kept = config.num_hidden_layers * (
+        slots * _slot_bytes(config.geometry, narrow) + tokens * _context_bytes(config.geometry, narrow)
+    )
+    # The last norm's, and the angles; but no input of the first layer, which needs no gradient.
+    kept += slots * (config.hidden_size + 2 * config.head_dim) * _WIDE
+    kept += tokens * config.hidden_size * (narrow + 2 * _WIDE)  # the fused features and their norm
+    kept += 0 if autocast is None else (weights + tokens * width) * narrow  # copies of weights and features
     parts = {
         "target": sum(p.numel() * p.element_size() for p in target.model.parameters()),
-        "drafter with gradients and optimizer": _BYTES_PER_PARAMETER * sum(p.numel() for p in draft.parameters()),
-        "features of a batch": batch_tokens * width * target.dtype.itemsize,
-        "logits": 2 * chunk_bytes(draft.device),  # a gradient is as large again
+        "drafter": _WIDE * weights,
+        "gradients and optimizer": 3 * _WIDE * trained,  # AdamW has two moments
+        "activations": kept,
+        "features": tokens * (width + keys) * target.dtype.itemsize,
+        "logits": _logit_bytes(draft, target, spec, blocks * config.alignment.num_drafts, autocast),
     }
-    listed = ", ".join(f"{name} {_size(count)}" for name, count in parts.items())
-    return f"memory: {_size(sum(parts.values()))} and activations ({listed})"
+    return StepMemory(parts)
 
 
-def _size(count: int) -> str:
+def _slot_bytes(geometry: LayerGeometry, narrow: int) -> int:
+    """What one layer keeps of a slot: two inputs and two norms; queries, keys, values and their norms; the MLP.
+
+    A norm keeps its input and what it has divided, in float32. Its result is kept as the input of a linear layer; in
+    narrow products that is a copy in their dtype, one for each of the five layers that read it.
+    """
+    hidden, queries, keys, inner = geometry.hidden_size, *_widths(geometry)
+    norms = 6 * hidden * _WIDE if narrow == _WIDE else hidden * (4 * _WIDE + 5 * narrow)
+    heads = (queries + keys) * 2 * (_WIDE + narrow)  # before and in their norm; rotated keys, values, queries, output
+    sums = 2 * geometry.num_attention_heads + geometry.num_key_value_heads + 2
+    return norms + heads + 4 * inner * narrow + sums * _WIDE
+
+
+def _context_bytes(geometry: LayerGeometry, narrow: int) -> int:
+    """What one layer keeps of a context row: key before and in its norm, and rotated; value; angles."""
+    _, keys, _ = _widths(geometry)
+    return 2 * keys * (_WIDE + narrow) + (2 * geometry.head_dim + geometry.num_key_value_heads) * _WIDE
+
+
+def _widths(geometry: LayerGeometry) -> tuple[int, int, int]:
+    """Numbers of a slot's queries, of its keys, and inside the MLP."""
+    queries, keys = geometry.num_attention_heads * geometry.head_dim, geometry.num_key_value_heads * geometry.head_dim
+    return queries, keys, geometry.intermediate_size
+
+
+def _logit_bytes(
+    draft: DraftModel, target: FrozenTarget, spec: FeatureSpec, rows: int, autocast: torch.dtype | None
+) -> int:
+    """The chunks of logits that exist at a time, and the hidden rows with their gradients."""
+    columns = draft.config.draft_vocab_size or target.facts.vocab_size
+    most = max(1, chunk_bytes(draft.device) // (_WIDE * columns))
+    chunks = _CHUNKS + _CHUNKS_BEFORE * (rows > most) + 2 * spec.last_hidden
+    narrow = 0 if autocast is None else autocast.itemsize
+    return min(rows, most) * columns * (chunks * _WIDE + narrow) + 2 * rows * draft.config.hidden_size * _WIDE
+
+
+def size_text(count: int) -> str:
+    """Bytes in words."""
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{max(1, round(count / 2**20))} MiB"

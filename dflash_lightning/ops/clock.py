@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+from dflash_lightning.device import Mark, mark, wait_for_gpu
+
 
 @dataclass
 class Spent:
@@ -32,6 +34,32 @@ class Spent:
 
 def now() -> tuple[float, float]:
     """Wall and CPU seconds since some moment. Waits for a GPU that is in use."""
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
+    wait_for_gpu()
     return time.perf_counter(), time.process_time()
+
+
+class DeviceSeconds:
+    """Seconds that a device spends in ``timed`` blocks; no GPU is waited for before ``take`` is called."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._pairs: list[tuple[Mark, Mark]] = []
+
+    @contextmanager
+    def timed(self, device: torch.device) -> Iterator[None]:
+        """Add what ``device`` takes for the block. One that fails is not counted."""
+        begin, begins = time.perf_counter(), mark(device, timed=True)
+        yield
+        ends = mark(device, timed=True)
+        if begins is None or ends is None:
+            self._seconds += time.perf_counter() - begin
+        else:
+            self._pairs.append((begins, ends))
+
+    def take(self) -> float:
+        """All since the last call."""
+        for begins, ends in self._pairs:
+            ends.synchronize()
+            self._seconds += begins.elapsed_time(ends) / 1e3
+        found, self._seconds, self._pairs = self._seconds, 0.0, []
+        return found

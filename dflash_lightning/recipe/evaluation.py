@@ -29,6 +29,13 @@ def is_expected(node: Any) -> bool:
     return _makes(node, _EXPECTED)
 
 
+def decoding_callbacks(callbacks: dict[str, Any]) -> list[str]:
+    """The names of those that run the whole target while it trains."""
+    return [
+        name for name, node in callbacks.items() if any(_makes(node, c) for c in (_EVALUATION, _EXPECTED, _ROLLOUT))
+    ]
+
+
 def is_measured(monitor: str, callbacks: Iterable[Any]) -> bool:
     """Whether one of several callback nodes measures the figure ``monitor``, whose name begins with ``decode/``."""
     nodes = list(callbacks)

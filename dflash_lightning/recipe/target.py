@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
+
+from torch import Tensor
 
 from dflash_lightning.data.read.process import Processing
 from dflash_lightning.layer_ids import check_layer_ids
@@ -12,6 +14,7 @@ from dflash_lightning.model.start import DraftPlan
 from dflash_lightning.recipe.faults import Fault, fault_of
 from dflash_lightning.recipe.make import locate, make
 from dflash_lightning.recipe.nodes import faults_of
+from dflash_lightning.recipe.served import greet_servers, layer_states, served_part_faults, served_target_faults
 from dflash_lightning.recipe.tree import holds_unknown, mapping_at, select
 from dflash_lightning.target import load_target
 from dflash_lightning.target.preview import TargetPreview, preview
@@ -35,6 +38,7 @@ def part_faults(tree: dict[str, Any]) -> Iterator[Fault]:
     if plan is None:
         return
     yield from faults_of(plan.check_parts, "block")
+    yield from served_part_faults(tree, plan)
     terms = {name: make(node) for name, node in mapping_at(tree, "loss").items()}
     yield from faults_of(partial(check_signals, terms, plan.head), "loss")
     yield from faults_of(partial(check_slots, terms, plan.block), "loss")
@@ -51,20 +55,36 @@ def target_faults(tree: dict[str, Any], *, local: bool = True) -> Iterator[Fault
 
     ``tree`` holds plain values, and its parts have no faults of their own. ``local`` asks the hub for nothing.
     """
-    node, plan = mapping_at(tree, "target"), _plan(tree)
-    if plan is None or holds_unknown(node) or not _is_usual(node):
-        return
-    known = {key: node[key] for key in ("revision", "trust_remote_code") if key in node}
+    plan = _plan(tree)
     try:
-        found = preview(node["source"], **known, local=local)
+        found = None if plan is None else preview_of(tree, local=local)
     except ValueError as error:
         yield fault_of(error, "target.source")
         return
-    if found is None:
+    if plan is None or found is None:
         return
-    yield from _fit_faults(plan, found)
+    yield from _fit_faults(plan, found, layer_states(tree, found))
     yield from _length_faults(tree, plan, found)
     yield from _cache_faults(mapping_at(tree, "data", "cache_also").get("layer_ids"), found)
+    yield from served_target_faults(tree, plan, found)
+
+
+def preview_of(tree: dict[str, Any], *, local: bool) -> TargetPreview | None:
+    """The target of a recipe as far as its configuration tells; null where that cannot be read.
+
+    Raises:
+        ValueError: nothing is there, or the family cannot be a target.
+    """
+    node = mapping_at(tree, "target")
+    if holds_unknown(node) or not is_usual(node):
+        return None
+    known = {key: node[key] for key in ("revision", "trust_remote_code") if key in node}
+    return preview(node["source"], **known, local=local)
+
+
+def greet(tree: dict[str, Any]) -> None:
+    """Ask the servers of a recipe, if it names any, for a few tokens; see ``greet_servers``."""
+    greet_servers(tree, _plan(tree), preview_of(tree, local=False))
 
 
 def _plan(tree: dict[str, Any]) -> DraftPlan | None:
@@ -76,7 +96,7 @@ def _plan(tree: dict[str, Any]) -> DraftPlan | None:
     return DraftPlan(**made)
 
 
-def _is_usual(node: dict[str, Any]) -> bool:
+def is_usual(node: dict[str, Any]) -> bool:
     """Whether the target is loaded by ``load_target``, from its own configuration."""
     try:
         function = locate(node.get("_target_"))
@@ -86,9 +106,11 @@ def _is_usual(node: dict[str, Any]) -> bool:
     return path == _LOADED_BY and isinstance(node.get("source"), str)
 
 
-def _fit_faults(plan: DraftPlan, found: TargetPreview) -> Iterator[Fault]:
+def _fit_faults(
+    plan: DraftPlan, found: TargetPreview, layer_state: Callable[[int], Mapping[str, Tensor]]
+) -> Iterator[Fault]:
     seen: set[str] = set()
-    for check in plan.checks(found.facts, found.decoder_layer_state):
+    for check in plan.checks(found.facts, layer_state):
         for fault in faults_of(check, "target"):
             if fault.where not in seen:
                 seen.add(fault.where)

@@ -61,8 +61,8 @@ class Counts:
 class RegenerateReport:
     """The counts of the whole file; ``resumed`` of its rows were there before this call.
 
-    ``new_tokens`` were decoded by this call, in ``seconds`` of decoding. ``trial`` is null where no draft was given or
-    nothing was left to decode.
+    ``new_tokens`` were decoded by this call, in ``seconds`` and ``cpu_seconds`` of decoding. ``trial`` is null where no
+    draft was given or nothing was left to decode.
     """
 
     out: Path
@@ -70,6 +70,7 @@ class RegenerateReport:
     resumed: int
     new_tokens: int = 0
     seconds: float = 0.0
+    cpu_seconds: float = 0.0
     trial: DraftTrial | None = None
 
     @property
@@ -141,7 +142,8 @@ def regenerate(
         outcome = {"complete": True, "counts": asdict(counts), "draft": trial}
         write_atomic(meta_path(out), _dump({**outcome, **header}))
         log.remove()
-    return RegenerateReport(out, counts, resumed, answering.new_tokens, answering.spent.wall, answering.trial)
+    spent = answering.spent
+    return RegenerateReport(out, counts, resumed, answering.new_tokens, spent.wall, spent.cpu, answering.trial)
 
 
 # -- results ----------------------------------------------------------------------------------------------------------

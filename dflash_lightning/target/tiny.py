@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from dflash_lightning.target.frozen import FrozenTarget
 
 LETTERS = "abcdefghijklmnop \n"
 _SPECIALS = ("<|unknown|>", "<|pad|>", "<|user|>", "<|assistant|>", "<|end|>")
@@ -53,6 +56,25 @@ def save_tiny_target(folder: Path, *, num_layers: int = 6, seed: int = 5) -> Non
     model.lm_head.weight.data[len(LETTERS) :] = 0.0
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def random_target(*, dtype: torch.dtype = torch.float32, seed: int = 0, **sizes: Any) -> FrozenTarget:
+    """A Llama of any size with random weights, in memory, with the toy's tokenizer; ``sizes`` are Llama's own.
+
+    What it says is nonsense, and costs what a real target of its size costs.
+    """
+    ids: dict[str, Any] = dict(zip(_SPECIALS, range(len(LETTERS), _VOCABULARY), strict=False))
+    config = LlamaConfig(
+        tie_word_embeddings=True,
+        pad_token_id=ids["<|pad|>"],
+        bos_token_id=ids["<|user|>"],
+        eos_token_id=ids["<|end|>"],
+        **sizes,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: Any = LlamaForCausalLM(config)
+    return FrozenTarget(model.to(dtype), _tokenizer(), name="random")
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:

@@ -11,6 +11,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from dflash_lightning.device import peak_bytes
+from dflash_lightning.ops.clock import DeviceSeconds
 from dflash_lightning.ops.lm_head import Argmax, View
 from dflash_lightning.types import BlockLayout
 
@@ -38,26 +40,34 @@ class WindowMeans:
 
 
 class Throughput:
-    """Tokens per second of training between two written steps; evaluations are left out of the time."""
+    """Tokens and blocks per second of training between two written steps; evaluations are left out of the time.
 
-    def __init__(self) -> None:
-        self._tokens: Tensor | None = None
+    ``reading`` is the clock of the target's passes, which are a share of that time.
+    """
+
+    def __init__(self, reading: DeviceSeconds) -> None:
+        self._counts: dict[str, Tensor] = {}
+        self._reading = reading
+        self._reading.take()
         self._since = time.monotonic()
 
-    def add(self, tokens: Float[Tensor, ""]) -> None:
-        """Count the tokens (no padding) of an optimizer step over all ranks."""
-        self._tokens = tokens if self._tokens is None else self._tokens + tokens
+    def add(self, **counts: Float[Tensor, ""]) -> None:
+        """Count what an optimizer step has trained on over all ranks: ``tokens`` without padding, ``blocks``."""
+        for name, count in counts.items():
+            self._counts[name] = self._counts[name] + count if name in self._counts else count
 
     def leave_out(self, seconds: float) -> None:
         """``seconds`` since the last written step were spent on something else."""
         self._since += seconds
 
-    def take(self) -> Float[Tensor, ""]:
-        """Tokens per second since the last call, or since it was made."""
+    def take(self) -> dict[str, Tensor | float]:
+        """What is logged of the time since the last call, or since it was made: figures of shape []."""
         now = time.monotonic()
         seconds, self._since = max(now - self._since, 1e-9), now
-        tokens, self._tokens = self._tokens, None
-        return torch.zeros(()) if tokens is None else tokens / seconds
+        counts, self._counts = self._counts, {}
+        found: dict[str, Tensor | float] = {f"train/{name}_per_second": n / seconds for name, n in counts.items()}
+        found["train/target_share"] = min(1.0, self._reading.take() / seconds)
+        return found
 
 
 class StepLog:
@@ -67,8 +77,8 @@ class StepLog:
     its own, is of the written step alone. Sums over micro-batches and ranks come first, so no split changes a number.
     """
 
-    def __init__(self) -> None:
-        self.throughput = Throughput()
+    def __init__(self, reading: DeviceSeconds | None = None) -> None:
+        self.throughput = Throughput(DeviceSeconds() if reading is None else reading)
         self._sums: dict[str, Tensor] = {}
         self._means = WindowMeans()
         self._first_slot: Tensor | None = None
@@ -99,14 +109,14 @@ class StepLog:
         ``reduced`` is what ``reduce`` returned, ``norm`` a scalar; slots predict from ``first`` on.
         """
         correct, scored = reduced.pop("correct", None), reduced.pop("scored", None)
-        self.throughput.add(reduced.pop("tokens").squeeze())
+        self.throughput.add(**{name: reduced.pop(name).squeeze() for name in ("tokens", "blocks")})
         values = {name: value.squeeze() for name, value in reduced.items()} | {"train/grad_norm": norm}
         found: dict[str, Tensor | float] = {**self._means.add(values)}
         if correct is None or scored is None:
             return found
         self._means.begin()
         found["train/lr"] = rate
-        found["train/tokens_per_second"] = self.throughput.take()
+        found |= self.throughput.take()
         found["train/memory_gib"] = memory_gib(norm.device)
         found["train/accuracy"] = correct.sum() / scored.sum().clamp(min=1)
         for slot in range(first, len(correct)):
@@ -124,7 +134,8 @@ class StepLog:
 
 def memory_gib(device: torch.device) -> float:
     """The most that this process has held so far, GiB: on the GPU that it trains on, else in main memory."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
+    peak = peak_bytes(device)
+    if peak is not None:
+        return peak / 2**30
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30

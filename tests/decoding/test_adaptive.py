@@ -125,7 +125,15 @@ def test_a_drafter_that_does_not_pay_costs_next_to_nothing() -> None:
     run(pace, drafted=(1.2, 2.0), plain=(1.0, 1.0), tokens=21)
     assert pace.choice is False
     seconds, share = run(pace, drafted=(1.2, 2.0), plain=(1.0, 1.0), tokens=2000)
-    assert seconds < 1.02 * 2000 and 0 < share < 0.02
+    assert seconds < 1.01 * 2000 and 0 < share < 0.02
+
+
+def test_the_dearer_a_look_the_rarer() -> None:
+    pace = Pace()
+    trial, _ = run(pace, drafted=(1.2, 9.0), plain=(1.0, 1.0), tokens=11)
+    assert pace.choice is False and trial == 5 * 9.0 + 5 * 1.0  # half a trial: there is no doubt
+    seconds, share = run(pace, drafted=(1.2, 9.0), plain=(1.0, 1.0), tokens=20_000)
+    assert seconds < 1.0105 * 20_000 and share > 0
 
 
 def test_a_drafter_that_pays_is_used() -> None:
@@ -164,7 +172,9 @@ def test_the_other_kind_is_looked_at_ever_more_rarely() -> None:
         kind = pace.drafts()
         if pace.choice is False and kind:
             looks.append(number)
-        pace.observe(tokens=1.0, seconds=2.0 if kind else 1.0)
+        pace.observe(
+            tokens=1.0, seconds=1.1 if kind else 1.0
+        )  # so little dearer that looking costs nothing to speak of
         number += 1
     starts = looks[:: CHECK_ROUNDS + 1]
     gaps = [later - earlier for earlier, later in itertools.pairwise(starts)]

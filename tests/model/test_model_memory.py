@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dflash_lightning.model.memory import memory_line
+from dflash_lightning.model.memory import step_memory
 from dflash_lightning.types import FeatureSpec
 
 
@@ -14,18 +14,18 @@ def test_every_part_is_counted_in_its_own_bytes(make_target, make_draft) -> None
     draft = make_draft(target)
     weights = sum({p.data_ptr(): p.nbytes for p in target.model.parameters()}.values())  # tied ones once
     numbers = sum(p.numel() for p in draft.parameters())
-    line = memory_line(target, draft, FeatureSpec((0, 2), last_hidden=True), batch_tokens=16384)
-    parts = {
-        "target": weights,
-        "drafter with gradients and optimizer": 16 * numbers,
-        "features of a batch": 16384 * 3 * 1024 * 2,
-        "logits": 56 * 2**20,
-    }
-    for name, count in parts.items():
-        assert f"{name} {count / 2**20:.0f} MiB" in line
-    assert f"memory: {sum(parts.values()) / 2**20:.0f} MiB and activations" in line
+    found = step_memory(target, draft, FeatureSpec((0, 2), last_hidden=True), tokens=16384, blocks=512)
+    assert found.parts["target"] == weights and found.parts["drafter"] == 4 * numbers
+    assert found.parts["gradients and optimizer"] == 12 * numbers
+    assert found.parts["features"] == 16384 * 3 * 1024 * 2
+    assert all(f"{name} " in found.line() for name in found.parts)
+    more = step_memory(target, draft, FeatureSpec((0, 2), last_hidden=True), tokens=16384, blocks=1024)
+    assert more.parts["activations"] > 1.5 * found.parts["activations"] > 0
+    draft.requires_grad_(False)
+    frozen = step_memory(target, draft, FeatureSpec((0, 2)), tokens=16384, blocks=512)
+    assert frozen.parts["gradients and optimizer"] == 0 and frozen.parts["logits"] < found.parts["logits"]
 
 
 def test_large_parts_are_in_gib(tiny_target, make_draft) -> None:
-    line = memory_line(tiny_target, make_draft(tiny_target), FeatureSpec((0, 2)), batch_tokens=2**24)
-    assert "features of a batch 4.0 GiB" in line and "target 1 MiB" in line
+    line = step_memory(tiny_target, make_draft(tiny_target), FeatureSpec((0, 2)), tokens=2**24, blocks=1).line()
+    assert "features 4.0 GiB" in line and "target 1 MiB" in line

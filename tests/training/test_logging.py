@@ -14,6 +14,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from dflash_lightning.callbacks import AppendingCSVLogger
 from dflash_lightning.callbacks.run_log import LAYOUT
+from dflash_lightning.ops import clock as ops_clock
+from dflash_lightning.ops.clock import DeviceSeconds
 from dflash_lightning.training import log as module_log
 from dflash_lightning.training.log import Throughput, WindowMeans
 
@@ -54,6 +56,7 @@ def test_written_losses_are_means_since_the_last_written_step(
         assert float(row["train/loss"]) == pytest.approx(sum(losses.losses[window]) / 3, rel=1e-5)
         assert float(row["train/grad_norm"]) == pytest.approx(sum(losses.norms[window]) / 3, rel=1e-5)
         assert float(row["train/tokens_per_second"]) > 0 and float(row["train/memory_gib"]) > 0
+        assert float(row["train/blocks_per_second"]) > 0 and 0 < float(row["train/target_share"]) < 1
         assert 0 < float(row["train/lr"]) <= 1e-2
     assert len({row["train/lr"] for row in written}) == 5
 
@@ -64,6 +67,7 @@ def test_tensorboard_holds_figures_texts_settings_and_a_layout(place: Any) -> No
     events = EventAccumulator(str(logs)).Reload()
     scalars = set(events.Tags()["scalars"])
     assert {"train/loss", "train/lr", "train/grad_norm", "train/tokens_per_second", "train/memory_gib"} <= scalars
+    assert {"train/blocks_per_second", "train/target_share"} <= scalars
     assert {"decode/tau", "train/accuracy/slot_1"} <= scalars and "hp_metric" not in scalars
     texts = [tag for tag in events.Tags()["tensors"] if tag.startswith("decode/sample_")]
     assert len(texts) == 2
@@ -96,18 +100,43 @@ def test_a_resumed_run_keeps_the_rows_of_its_table(place: Any, monkeypatch: pyte
     assert [row["train/loss"] for row in after[:12]] == [row["train/loss"] for row in before]
 
 
-def test_tokens_per_second_leave_evaluations_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rates_leave_evaluations_out(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = {"now": 10.0}
     monkeypatch.setattr(module_log.time, "monotonic", lambda: clock["now"])
-    speed = Throughput()
-    speed.add(torch.tensor(100.0))
-    speed.add(torch.tensor(50.0))
+    monkeypatch.setattr(ops_clock.time, "perf_counter", lambda: clock["now"])
+    reading = DeviceSeconds()
+    speed = Throughput(reading)
+    speed.add(tokens=torch.tensor(100.0), blocks=torch.tensor(10.0))
+    speed.add(tokens=torch.tensor(50.0), blocks=torch.tensor(20.0))
+    with reading.timed(torch.device("cpu")):
+        clock["now"] = 12.0
     clock["now"] = 40.0
     speed.leave_out(25.0)
-    assert float(speed.take()) == pytest.approx(30.0)
+    found = {name: float(value) for name, value in speed.take().items()}
+    expected = {"train/tokens_per_second": 30.0, "train/blocks_per_second": 6.0, "train/target_share": 0.4}
+    assert found == pytest.approx(expected)
     clock["now"] = 42.0
-    speed.add(torch.tensor(10.0))
-    assert float(speed.take()) == pytest.approx(5.0)
+    speed.add(tokens=torch.tensor(10.0), blocks=torch.tensor(1.0))
+    found = {name: float(value) for name, value in speed.take().items()}
+    assert found["train/tokens_per_second"] == pytest.approx(5.0) and found["train/target_share"] == 0.0
+
+
+def test_the_targets_share_counts_its_passes_wherever_they_are_made(
+    parts: Any, write_rows: Any, tiny_target: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With features made by the data, by the module, and kept: every pass is timed, and none where they are kept."""
+    make_module, make_data, make_trainer = parts
+    counted: list[float] = []
+    take = DeviceSeconds.take
+    monkeypatch.setattr(DeviceSeconds, "take", lambda self: counted.append(take(self)) or counted[-1])
+    file = write_rows(LENGTHS[:3])
+    for settings, reads, timed in (({}, True, True), ({}, False, True), ({"cache_features": "ram"}, True, False)):
+        counted.clear()
+        data = make_data(tiny_target, file, packing=False, **settings)
+        data._reads = reads
+        trainer = make_trainer(tmp_path, log_every_n_steps=1, logger=False)
+        trainer.fit(make_module(tiny_target), datamodule=data)
+        assert all((seconds > 0) is timed for seconds in counted[-3:]), (settings, reads)
 
 
 def test_means_begin_anew_after_a_written_step() -> None:

@@ -60,7 +60,8 @@ def test_logged_numbers_are_the_same(results):
     assert len(alone) == len(ranks) == 2
     for mine, theirs in zip(alone, ranks, strict=True):
         assert mine.keys() == theirs.keys() and {"train/loss", "train/loss/blocks", "train/accuracy"} <= mine.keys()
-        shared = mine.keys() - {"train/tokens_per_second", "train/memory_gib"}
+        machines = {"tokens_per_second", "blocks_per_second", "target_share", "memory_gib"}
+        shared = mine.keys() - {f"train/{name}" for name in machines}
         assert {key: theirs[key] for key in shared} == pytest.approx({key: mine[key] for key in shared}, rel=1e-4)
     terms = alone[0]["train/loss/cross_entropy"] + 0.3 * alone[0]["train/loss/blocks"]
     assert alone[0]["train/loss"] == pytest.approx(terms, rel=1e-5)

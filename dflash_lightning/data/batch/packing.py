@@ -86,6 +86,14 @@ class Planner:
         batches = [order[i : i + rows] for i in range(0, len(order), rows)]
         return [tuple((int(self.documents[j]),) for j in batches[i]) for i in rng.permutation(len(batches))]
 
+    def largest_row(self) -> tuple[int, int]:
+        """Tokens of the row that has most, and blocks of the row that has most of these."""
+        if not self.settings.packing:
+            return int(self.lengths.max()), int(self.blocks.max())
+        place = {int(document): index for index, document in enumerate(self.documents)}
+        rows = [[place[document] for document in pack] for pack in self.packs]
+        return tuple(max(int(of[row].sum()) for row in rows) for of in (self.lengths, self.blocks))  # type: ignore[return-value]
+
     def digest(self) -> str:
         """Identifies the data's shape and the settings: resuming in the middle of an epoch needs the same."""
         text = f"{self.settings}|{self.documents.tolist()}|{self.lengths.tolist()}"

@@ -16,6 +16,7 @@ from dflash_lightning.decoding.builder.steps import as_steps
 from dflash_lightning.decoding.law import highest
 from dflash_lightning.decoding.sampling import Sampler
 from dflash_lightning.decoding.types import Draft, Round, Scores
+from dflash_lightning.device import send_list
 from dflash_lightning.errors import SettingError
 from dflash_lightning.types import token_ids
 
@@ -64,9 +65,9 @@ class TableTree(DraftBuilder):
         values, tokens, onward = read_table(roots, scores, self.parents, self.branch)
         rows = [best_paths(*row, budget) for row in zip(values.tolist(), onward.tolist(), strict=True)]
         filled = [[*row, *[(0, 0, 0, 0)] * (budget - len(row))] for row in rows]
-        parent, depth, law, rank = torch.tensor(filled, device=roots.device).view(len(rows), budget, 4).unbind(-1)
+        parent, depth, law, rank = send_list(filled, roots.device).view(len(rows), budget, 4).unbind(-1)
         at = (depth * values.shape[2] + law) * values.shape[3] + rank
-        live = torch.tensor([[node <= len(row) for node in range(budget + 1)] for row in rows], device=roots.device)
+        live = send_list([[node <= len(row) for node in range(budget + 1)] for row in rows], roots.device)
         return Draft(
             torch.cat([roots[:, None], tokens.flatten(1).gather(1, at)], dim=1),
             self.drawn,
