@@ -84,6 +84,12 @@ class LatticeHead(DraftHead):
         hidden = config.hidden_size if self.hidden_size is None else self.hidden_size
         if hidden % self.num_heads:
             raise _no_heads(hidden, self.num_heads)
+        if int(hidden * self.mlp_ratio) < 1:
+            raise SettingError(
+                "head.mlp_ratio",
+                f"{self.mlp_ratio} of {hidden} features leaves the MLP none",
+                f"Use {1 / hidden:.2g} or more (LiLiCorr: 2)",
+            )
         self.most_drafts = config.alignment.num_drafts
         sizes = LatticeSizes(
             width=config.hidden_size,

@@ -187,7 +187,7 @@ def _refuse_other_layer_ids(raw: Mapping[str, Any], ids: Sequence[int], where: s
 def _refuse_last_layer(settings: Mapping[str, Any], where: str) -> None:
     """The one layer whose output programs take differently; files of ours are known by their target's digest."""
     ids, depth = settings["target_layer_ids"], settings.get("num_target_layers")
-    if depth is not None and depth - 1 in ids and "digest" not in (settings.get("target") or ()):
+    if type(depth) is int and depth - 1 in ids and "digest" not in (settings.get("target") or ()):
         raise ValueError(
             f"{where}: target_layer_ids {ids} names the target's last layer ({depth - 1}). z-lab's package and "
             "transformers take its output after the final norm, others before it, so it is open what the drafter was "

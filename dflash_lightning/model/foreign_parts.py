@@ -21,6 +21,7 @@ LATTICE = {
     "lilicorr_vector_eps": "vector_eps",
     "lilicorr_logit_scale": "logit_scale",
 }
+_REAL = {"lilicorr_mlp_ratio", "lilicorr_vector_eps", "lilicorr_logit_scale"}  # all others are whole numbers
 PREFIX = {"gru_hidden_dim": "state_size", "emb_dim": "rank"}
 REFINER = {"xpress_rank": "rank", "xpress_mlp_ratio": "expansion", "num_jacobi_passes": "passes"}
 PROJECTOR, ENABLED = "projector_type", "lilicorr_enabled"
@@ -38,7 +39,7 @@ def parts_of(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Drafter and head that a file's settings describe: ``{"drafter": {"name": .., "settings": ..}, "head": ..}``.
 
     Raises:
-        ValueError: settings of a part are missing, or those of two heads are there.
+        ValueError: settings of a part are missing or no numbers, or those of two heads are there.
     """
     convolution = _some(settings, CONVOLUTION, where)
     drafter = {"num_layers": settings.get("num_hidden_layers", 0)} | (convolution or {})
@@ -111,4 +112,8 @@ def _some(settings: Mapping[str, Any], keys: Mapping[str, str], where: str) -> d
         return None
     if missing := [key for key in keys if settings.get(key) is None]:
         raise ValueError(f"{where}: config.json states {[k for k in keys if k not in missing]}, but no {missing}.")
+    for key in keys:
+        kind, words = ((int, float), "number") if key in _REAL else ((int,), "whole number")
+        if type(settings[key]) not in kind:
+            raise ValueError(f"{where}: config.json states {key} {settings[key]!r}, which is no {words}. Correct it.")
     return found

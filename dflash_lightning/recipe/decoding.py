@@ -14,6 +14,7 @@ from dflash_lightning.recipe.load import load_with_faults
 from dflash_lightning.recipe.nodes import NodeChecker
 from dflash_lightning.recipe.ranges import range_faults
 from dflash_lightning.recipe.renamed import renamed_faults
+from dflash_lightning.recipe.tree import plain_tree
 from dflash_lightning.recipe.words import DECODING, is_decoding_word
 
 # Short options and the settings they are short for.
@@ -51,7 +52,11 @@ def decoding_node(args: argparse.Namespace, read: Reader = from_source) -> dict[
     cfg, faults, _ = load_with_faults("dflash", words)
     if cfg is None or faults:
         raise RecipeError(faults, _NAME)
-    asked: Any = OmegaConf.to_container(OmegaConf.create({DECODING: cfg[DECODING], "seed": 0}), resolve=True)
+    if DECODING not in cfg:
+        raise RecipeError([Fault(f"~{DECODING}", "leaves nothing to decode with", "Leave the word out")], _NAME)
+    asked = plain_tree(OmegaConf.create({DECODING: cfg[DECODING], "seed": 0}), faults)
+    if faults:
+        raise RecipeError(faults, _NAME)
     node = {**args.decoding_defaults, **asked[DECODING], **short}
     renamed = list(renamed_faults({DECODING: node}))
     faults = [*renamed, *NodeChecker(read).value(node, Any, DECODING)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,28 @@ def test_what_is_written_is_read_back_as_the_same_drafter(folders: Any, trio: st
         theirs, ours = (getattr(model, axis).settings() for model in (loaded, draft))
         shown = {"kernel_size", "group_size", "rank", *LATTICE} - {"init_std"}
         assert {k: v for k, v in theirs.items() if k in shown} == {k: v for k, v in ours.items() if k in shown}
+
+
+@pytest.mark.parametrize(
+    ("trio", "name", "key", "value"),
+    [
+        ("LiLiCorr", "sglang", "lilicorr_candidate_topk", "4"),
+        ("LiLiCorr", "vllm", "lilicorr_num_layers", 1.0),
+        ("LiLiCorr", "sglang", "lilicorr_mlp_ratio", "2"),
+        ("DFlash 2", "zlab", "selector_rank", True),
+        ("DFlash 2", "vllm", "conv_kernel_size", [2]),
+    ],
+)
+def test_a_setting_that_is_no_number_is_refused_by_name(
+    folders: Any, tmp_path: Path, trio: str, name: str, key: str, value: Any
+) -> None:
+    config = json.loads((folders[trio, name] / "config.json").read_text())
+    held = config["dflash_config"] if key in config.get("dflash_config", {}) else config
+    assert key in held
+    held[key] = value
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=rf"{key} {re.escape(repr(value))}, which is no (whole )?number"):
+        load_draft(tmp_path)
 
 
 def test_names_and_shapes_of_the_lattice_are_those_of_the_serving_engines(folders: Any) -> None:

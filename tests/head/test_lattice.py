@@ -340,3 +340,5 @@ def test_settings_that_make_no_head_are_refused() -> None:
     with pytest.raises(ValueError, match=r"head\.candidates: 4 of 3 tokens"):
         config = DraftConfig(hidden_size=8, vocab_size=40, draft_vocab_size=3, block_size=3, mask_token_id=0)
         small().build(config)
+    with pytest.raises(ValueError, match=r"head\.mlp_ratio: 0\.1 of 8 features leaves the MLP none"):
+        small(mlp_ratio=0.1, candidates=2).build(config)

@@ -110,6 +110,12 @@ def test_other_words_are_refused_without_an_import(words: list[str], message: st
             ["decoding.builder={_target_: dflash_lightning.decoding.verifier.MatchVerifier}"],
             r"makes a MatchVerifier\. Decoding\.builder takes a Dr",
         ),
+        (["~decoding"], r"~decoding: leaves nothing to decode with\. Leave the word out"),
+        (
+            ["decoding.top_k=${nope}"],
+            r"decoding\.top_k: '\$\{nope\}' cannot be resolved .*Set it: decoding\.top_k=VALUE",
+        ),
+        (["decoding=bastion", "decoding.builder.bucket=65"], r"decoding\.builder\.max_budget: 64 is below 65"),
         (["decoding.verifier=token", "decoding.builder=best_chain"], r"RejectionVerifier judges \['sampled'\] drafts"),
     ],
 )

@@ -200,6 +200,7 @@ class RooflineTree(PricedTree):
         _check("branch", 1 if branch is None else branch, 1, "Use 1 or more, or null")
         _check("repeats", repeats, 1, "Use 1 or more")
         _check("max_budget", max_budget, min_budget, "Use min_budget or more")
+        _check("max_budget", max_budget, bucket, "Use bucket or more")
         self.max_budget = max_budget
         self.min_budget = min_budget
         self.bucket = bucket
