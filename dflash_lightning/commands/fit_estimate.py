@@ -17,6 +17,7 @@ from dflash_lightning.data import DraftData
 from dflash_lightning.data.features.cache import Storage
 from dflash_lightning.data.features.products import with_products
 from dflash_lightning.data.features.served import FetchedFeatures
+from dflash_lightning.device import abilities, wait
 from dflash_lightning.model.memory import StepMemory, step_memory
 from dflash_lightning.module import DraftModule
 from dflash_lightning.progress import readable_seconds
@@ -201,7 +202,7 @@ def _measure(parts: Parts, module: DraftModule, data: DraftData, steps: int, sho
     for batch in data.first_batches(_MOST):
         batch = move_data_to_device(batch, device)
         times.append(_time_batch(parts, module, compute, reader, batch, steps))
-        on_cpu, last = device.type == "cpu", sum(times[-1])
+        on_cpu, last = not abilities(device).queues, sum(times[-1])
         if time.monotonic() - begin > _BUDGET or (on_cpu and last < short):
             break
     share = (time.process_time() - cpu) / (torch.get_num_threads() * max(time.monotonic() - begin, 1e-9))
@@ -209,7 +210,7 @@ def _measure(parts: Parts, module: DraftModule, data: DraftData, steps: int, sho
     module.zero_grad(set_to_none=True)
     counted = times[1:] or times  # the first one warms up
     features, drafter = (sum(part) / len(counted) for part in zip(*counted, strict=True))
-    return Measured(features, drafter, optimizer, len(counted), busy=device.type == "cpu" and share < _BUSY)
+    return Measured(features, drafter, optimizer, len(counted), busy=on_cpu and share < _BUSY)
 
 
 def _features_of(module: DraftModule, data: DraftData) -> Callable[[TrainBatch], TargetFeatures]:
@@ -263,6 +264,5 @@ def _time_optimizer(module: DraftModule) -> float:
 
 
 def _now(batch: TrainBatch) -> float:
-    if batch.input_ids.is_cuda:
-        torch.cuda.synchronize(batch.input_ids.device)
+    wait(batch.input_ids.device)
     return time.monotonic()

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from dflash_lightning.component import Component
 from dflash_lightning.decoding.builder import DraftBuilder
-from dflash_lightning.decoding.choice import check_drawn_tree, choose_strategies, named_part
+from dflash_lightning.decoding.choice import check_drawn_tree, check_second, choose_strategies, named_part
 from dflash_lightning.decoding.decoder import SpeculativeDecoder
 from dflash_lightning.decoding.draft_proposer import num_drafts
 from dflash_lightning.decoding.policy import WidthPolicy
@@ -80,6 +80,7 @@ class DecodingSettings:
             object.__setattr__(self, name, named_part(name, getattr(self, name)))
         builder, _ = choose_strategies(**self.strategies, sampling=sampling)
         check_drawn_tree(builder, sampling)
+        check_second(builder)
 
     @property
     def sampling(self) -> SamplingSpec:

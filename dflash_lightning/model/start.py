@@ -25,7 +25,7 @@ from dflash_lightning.model.origin import Origin
 from dflash_lightning.progress import say
 from dflash_lightning.target import FrozenTarget, check_layer_ids, check_mask_token_id, choose_mask_token_id
 from dflash_lightning.target.mask_token import UsedIds, check_mask_row
-from dflash_lightning.types import FeatureSpec, TargetFacts
+from dflash_lightning.types import Alignment, FeatureSpec, TargetFacts
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,12 @@ class DraftPlan:
         Raises:
             ValueError: the drafter reads what the conditioning does not offer, or is fed otherwise in decoding than
                 by these blocks; the head does not suit the drafter, or cannot learn the labels of these blocks; rounds
-                are to be played with blocks that cannot be moved; or ``init_from.change`` names no setting.
+                are to be played with blocks that cannot be moved; a setting of drafter or head means nothing in blocks
+                of this size; or ``init_from.change`` names no setting.
         """
         check_parts(self.block, self.conditioning, self.drafter, self.head)
+        self.drafter.check_slots(self.block.largest_size)
+        self.head.check_drafts(Alignment(self.block.block_size, 0, self.block.label_layout).num_drafts)
         if self.block.label_layout not in self.head.label_layouts:
             raise SettingError(
                 "block.label_layout",

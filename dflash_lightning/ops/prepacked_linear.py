@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from dflash_lightning.device import abilities
 from dflash_lightning.ops.row_product import RowProduct, can_multiply
 from dflash_lightning.ops.shallow_copy import copy_tree
 
@@ -26,7 +27,7 @@ _SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # childr
 
 def can_prepack(weight: Tensor) -> bool:
     """Whether there is a layout for this weight [O I]: on the CPU, float32, or bfloat16 where oneDNN computes that."""
-    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+    if not abilities(weight.device).own_kernels or not torch.backends.mkldnn.is_available():
         return False
     if weight.dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

@@ -44,7 +44,7 @@ def list_faults(cfg: DictConfig) -> list[Fault]:
     if not wrong & {"block", "conditioning", "drafter", "head", "loss", "init_from", "draft_vocabulary"}:
         faults += part_faults(tree)
         faults += [] if "target" in wrong else target_faults(tree)
-    if not wrong & {"block", "head"}:
+    if not wrong & {"block", "drafter", "head"}:
         faults += drafting_faults(tree, wrong)
     return list(dict.fromkeys(faults))
 

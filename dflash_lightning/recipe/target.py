@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from dflash_lightning.data.read.process import Processing
+from dflash_lightning.layer_ids import check_layer_ids
 from dflash_lightning.model.start import DraftPlan
 from dflash_lightning.recipe.faults import Fault, fault_of
 from dflash_lightning.recipe.make import locate, make
@@ -18,7 +19,13 @@ from dflash_lightning.recipe.tree import holds_unknown, mapping_at, select
 from dflash_lightning.target import load_target
 from dflash_lightning.target.preview import TargetPreview, preview
 from dflash_lightning.target.room import most_new_tokens
-from dflash_lightning.training.requirements import check_accumulation, check_signals, check_tallies, check_teacher
+from dflash_lightning.training.requirements import (
+    check_accumulation,
+    check_signals,
+    check_slots,
+    check_tallies,
+    check_teacher,
+)
 from dflash_lightning.types import Alignment
 
 _PARTS = ("block", "conditioning", "drafter", "head")
@@ -34,6 +41,7 @@ def part_faults(tree: dict[str, Any]) -> Iterator[Fault]:
     yield from served_part_faults(tree, plan)
     terms = {name: make(node) for name, node in mapping_at(tree, "loss").items()}
     yield from faults_of(partial(check_signals, terms, plan.head), "loss")
+    yield from faults_of(partial(check_slots, terms, plan.block), "loss")
     products = mapping_at(tree, "data").get("feature_products")
     yield from faults_of(partial(check_teacher, terms, products), "data")
     accumulated = mapping_at(tree, "trainer").get("accumulate_grad_batches")
@@ -57,6 +65,7 @@ def target_faults(tree: dict[str, Any], *, local: bool = True) -> Iterator[Fault
         return
     yield from _fit_faults(plan, found, layer_states(tree, found))
     yield from _length_faults(tree, plan, found)
+    yield from _cache_faults(mapping_at(tree, "data", "cache_also").get("layer_ids"), found)
     yield from served_target_faults(tree, plan, found)
 
 
@@ -108,13 +117,23 @@ def _fit_faults(
                 yield fault
 
 
+def _cache_faults(layer_ids: Any, found: TargetPreview) -> Iterator[Fault]:
+    """Layers that a cache of features is to hold beyond what the drafter reads."""
+    if layer_ids:
+        where = "data.cache_also.layer_ids"
+        for fault in faults_of(
+            partial(check_layer_ids, layer_ids, found.facts.num_layers, name=found.facts.name), where
+        ):
+            yield Fault(where, fault.what, f"Name layers from 0 to {found.facts.num_layers - 1}, each once")
+
+
 def _length_faults(tree: dict[str, Any], plan: DraftPlan, found: TargetPreview) -> Iterator[Fault]:
     length = mapping_at(tree, "data").get("max_length")
     if isinstance(length, int):
         processing = Processing(length, "right", "all_turns", {}, 0)
         yield from faults_of(partial(processing.check_target, found.text), "data.max_length")
     positions, block = found.facts.max_positions, plan.block
-    drafts = Alignment(block.block_size, 0, block.label_layout).num_drafts
+    drafts = Alignment(block.largest_size, 0, block.label_layout).num_drafts
     most = most_new_tokens(1, positions, drafts)  # behind the shortest prompt
     for pattern in ("decoding.max_new_tokens", "callbacks.*.decoding.max_new_tokens"):
         for where, answer in select(tree, pattern):

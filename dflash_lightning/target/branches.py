@@ -13,6 +13,7 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from dflash_lightning.device import abilities
 from dflash_lightning.errors import SettingError
 from dflash_lightning.ops.plain_mode import plain_mode
 from dflash_lightning.target.cache import text_cache
@@ -63,7 +64,7 @@ class ReadText:
 
     def bounds(self, row: int) -> list[tuple[int, int]]:
         """Where the pieces of a batch row begin and end."""
-        alone = self.target.device.type == "cpu"
+        alone = not abilities(self.target.device).queues
         places = self.documents[row]
         return list(pairwise(places if alone else [places[0], places[-1]]))
 

@@ -14,6 +14,7 @@ from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PretrainedConfig
 
+from dflash_lightning.device import abilities
 from dflash_lightning.errors import SettingError
 from dflash_lightning.ops.cpu_speed import bfloat16_is_slow
 from dflash_lightning.target.bars import patient_bars
@@ -106,7 +107,7 @@ def _load_outline(where: TargetLocation, remote: dict[str, Any], dtype: Any) -> 
 
 
 def _warn_of_slow_dtype(target: FrozenTarget) -> None:
-    if target.device.type == "cpu" and target.dtype == torch.bfloat16 and bfloat16_is_slow():
+    if abilities(target.device).own_kernels and target.dtype == torch.bfloat16 and bfloat16_is_slow():
         warnings.warn(
             "target.dtype: this CPU has no arithmetic for bfloat16 and imitates it, many times slower than float32. "
             "Use float32 (target.dtype=float32, --dtype float32), which takes twice the memory.",

@@ -33,6 +33,14 @@ FILES = ["target.source=./target", "data.train=rows.jsonl", "callbacks.speculati
     [
         (["conditioning.target_layer_ids=[1,9]"], r"asks for layer 9, but \./target has 4 decoder layers"),
         (["conditioning.target_layer_ids=[1,1]"], r"names a layer twice"),
+        (
+            ["data.cache_features=ram", "data.cache_also={layer_ids: [1, 4]}"],
+            r"data\.cache_also\.layer_ids: \[1, 4\] asks for layer 4, .*Name layers from 0 to 3",
+        ),
+        (
+            ["head=edge", "head.candidates=273", "loss.cross_entropy.view=base"],
+            r"head\.candidates: 273 of 272 tokens",
+        ),
         (["conditioning.num_features=3"], r"num_features: 3 evenly spaced .* do not fit .*4 decoder layers"),
         (
             ["block.mask_token_id=272"],

@@ -83,7 +83,7 @@ def checked(place: Any, name: str) -> dict[str, Any]:
 
 def test_every_option_is_trained_below() -> None:
     assert {"smoke", "dflash", "quickstart"} <= set(recipe_names())
-    assert {"auto", "cpu", "gpu", "ddp"} <= set(TRAINERS)
+    assert {"auto", "cpu", "gpu", "ddp", "fsdp"} <= set(TRAINERS)
     trained = {("trainer", option) for option in TRAINERS} | DEFAULTS | set(OTHERS)
     chosen = {(group, option) for group, option in trained if option is not None}  # measure is null in dflash
     assert chosen == {(group, option) for group, options in OPTIONS.items() for option in options}

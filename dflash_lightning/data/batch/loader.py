@@ -75,7 +75,7 @@ class WindowDataset(Dataset[Any]):
             return batches
         # Tensors cross processes through shared memory and a file descriptor each: containers have 64 MB of the former
         # and 1024 of the latter. Arrays go through the pipe; ids are small.
-        return [_map_tensors(batch, lambda tensor: tensor.numpy()) for batch in batches]
+        return [map_tensors(batch, lambda tensor: tensor.numpy()) for batch in batches]
 
 
 class StatefulLoader:
@@ -155,7 +155,8 @@ def _map_arrays(batch: TrainBatch) -> TrainBatch:
     return _map_leaves(batch, np.ndarray, torch.from_numpy)
 
 
-def _map_tensors(batch: TrainBatch, function: Callable[[Tensor], Any]) -> TrainBatch:
+def map_tensors(batch: TrainBatch, function: Callable[[Tensor], Any]) -> TrainBatch:
+    """The batch with ``function`` of every tensor in it, whatever its shape."""
     return _map_leaves(batch, Tensor, function)
 
 
