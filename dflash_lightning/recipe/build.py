@@ -14,7 +14,7 @@ from dflash_lightning.callbacks import TrainingBar
 from dflash_lightning.module import DraftModule
 from dflash_lightning.recipe.arguments import by_import
 from dflash_lightning.recipe.check import find_faults
-from dflash_lightning.recipe.drafting import drafting_faults
+from dflash_lightning.recipe.drafting import PARTS, drafting_faults
 from dflash_lightning.recipe.faults import Fault, RecipeError
 from dflash_lightning.recipe.make import make, make_target
 from dflash_lightning.recipe.precision import settle_precision
@@ -44,7 +44,7 @@ def list_faults(cfg: DictConfig) -> list[Fault]:
     if not wrong & {"block", "conditioning", "drafter", "head", "loss", "init_from", "draft_vocabulary"}:
         faults += part_faults(tree)
         faults += [] if "target" in wrong else target_faults(tree)
-    if not wrong & {"block", "drafter", "head"}:
+    if not wrong & {*PARTS}:
         faults += drafting_faults(tree, wrong)
     return list(dict.fromkeys(faults))
 
