@@ -74,6 +74,7 @@ class SpeculativeEval(Callback):
                 f"{every_n_steps} is no period",
                 "Use 1 or more, or null for epochs",
             )
+        decoding.check_steady("callbacks.speculative_eval.decoding")
         self.prompts = prompts
         self.decoding = decoding
         self.limit = limit

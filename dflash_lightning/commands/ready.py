@@ -50,7 +50,7 @@ def open_ready(
     """
     draft, *others = drafts
     for each in drafts:
-        _check_decoding(each, settings, alone=not others)
+        check_decoding(each, settings, alone=not others)
     text = open_text_of(draft, args.target)
     if text is not None:
         _check_rows(text, drafts)
@@ -61,7 +61,7 @@ def open_ready(
     return target, _ready(target.text, drafts, settings, prompts, call) if ids is None else ids
 
 
-def _check_decoding(draft: FoundDraft, settings: DecodingSettings, *, alone: bool) -> None:
+def check_decoding(draft: FoundDraft, settings: DecodingSettings, *, alone: bool) -> None:
     """What tells without the target that a drafter cannot be decoded with; with several, the message says which.
 
     Raises:

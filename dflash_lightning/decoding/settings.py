@@ -106,6 +106,19 @@ class DecodingSettings:
         """
         return num_drafts(draft, self.block_size, untrained_slots=self.untrained_slots)
 
+    def check_steady(self, where: str) -> None:
+        """Refuse ``adaptive`` where rounds are counted to follow a drafter: the clock says which of them draft.
+
+        Raises:
+            ValueError: ``where`` is the key that these settings stand under.
+        """
+        if self.adaptive:
+            raise SettingError(
+                f"{where}.adaptive",
+                "true lets the clock choose the rounds that draft, so that tau would not tell what drafts are worth",
+                do="Set it to false here, and to true where you decode (dflash generate, dflash evaluate)",
+            )
+
     def summary(self) -> dict[str, Any]:
         """The settings as plain values, for reports; a component is its class path and settings."""
         return {field.name: _plain(getattr(self, field.name)) for field in fields(self)}

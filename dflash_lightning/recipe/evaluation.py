@@ -24,6 +24,11 @@ def has_evaluation(callbacks: Iterable[Any]) -> bool:
     return any(_makes(node, _EVALUATION) for node in callbacks)
 
 
+def is_expected(node: Any) -> bool:
+    """Whether a callback node makes an ``ExpectedTau``."""
+    return _makes(node, _EXPECTED)
+
+
 def decoding_callbacks(callbacks: dict[str, Any]) -> list[str]:
     """The names of those that run the whole target while it trains."""
     return [

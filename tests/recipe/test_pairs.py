@@ -193,6 +193,13 @@ def test_the_recipe_without_them_has_no_fault(faults_with: Any) -> None:
             ["block=tokens", "drafter=causal_transformer", "decoding=treeflash"],
             ("decoding.builder: ", "TableTree", "keeps a state along a path"),
         ),
+        *(
+            ({}, ["measure=bench", f"measure.decodings=[greedy,{name}]"], ("measure.decodings: ", said, "Leave "))
+            for name, said in (
+                ("confidence", "confidence: ConfidencePolicy reads the signals confidence"),
+                ("d2sd", "null, but DualTree asks a second drafter"),
+            )
+        ),
         ({}, ["decoding=d2sd"], ("decoding.builder.second: ", "null, but DualTree asks", "Name one")),
         (
             {},

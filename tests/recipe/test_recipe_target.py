@@ -41,6 +41,24 @@ FILES = ["target.source=./target", "data.train=rows.jsonl", "callbacks.speculati
             ["head=edge", "head.candidates=273", "loss.cross_entropy.view=base"],
             r"head\.candidates: 273 of 272 tokens",
         ),
+        (
+            ["decoding.adaptive=true"],
+            r"1 fault.*- decoding\.adaptive: true lets the clock choose.*true where you decode",
+        ),
+        *(
+            (
+                [
+                    "callbacks=[speculative_eval,checkpoint,expected_tau]",
+                    "callbacks.expected_tau.rows=rows.jsonl",
+                    word,
+                ],
+                said,
+            )
+            for word, said in (
+                ("decoding.adaptive=true", r"1 fault.*- decoding\.adaptive: true lets the clock"),
+                ("decoding=tree", r"1 fault.*- decoding\.builder: BestFirstTree does not draft a chain"),
+            )
+        ),
         (["conditioning.num_features=3"], r"num_features: 3 evenly spaced .* do not fit .*4 decoder layers"),
         (
             ["block.mask_token_id=272"],
