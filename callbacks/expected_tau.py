@@ -146,13 +146,14 @@ class ExpectedTau(Callback):
         """On every rank, so that all of them refuse what cannot be measured."""
         assert isinstance(module, DraftModule) and self._texts is not None
         shard = self._texts.shard(trainer.global_rank, trainer.world_size)
-        self._evaluator = AcceptanceEvaluator(module.target, module.draft_model, shard, self.decoding)
+        self._evaluator = AcceptanceEvaluator(module.target, module.whole_draft(), shard, self.decoding)
 
     def _measure(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert isinstance(pl_module, DraftModule) and self._evaluator is not None
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         begin, cpu = time.monotonic(), time.process_time()
+        pl_module.whole_draft()  # makes the evaluator's drafter up to date
         with isolate_rng():
             found = with_total(_reduce(trainer, self._evaluator.by_domain()))
         figures = self._figures(found)

@@ -74,6 +74,7 @@ class SpeculativeEval(Callback):
                 f"{every_n_steps} is no period",
                 "Use 1 or more, or null for epochs",
             )
+        decoding.check_steady("callbacks.speculative_eval.decoding")
         self.prompts = prompts
         self.decoding = decoding
         self.limit = limit
@@ -197,12 +198,13 @@ class SpeculativeEval(Callback):
         pl_module.step_log.throughput.leave_out(seconds)
 
     def _evaluate(self, trainer: Trainer, module: DraftModule, title: str) -> Evaluation:
+        draft = module.whole_draft()  # every rank, every time
         if self._evaluator is None:
             rank, world = trainer.global_rank, trainer.world_size
             numbers = list(range(len(self._rendered)))[rank::world]
             self._evaluator = Evaluator(
                 module.target,
-                module.draft_model,
+                draft,
                 [self._rendered[i] for i in numbers],
                 self.decoding,
                 num_checked=sum(i < self.lossless_prompts for i in numbers),

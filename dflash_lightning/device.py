@@ -55,7 +55,7 @@ def send(values: Tensor, device: torch.device) -> Tensor:
 
 
 def send_list(values: Sequence[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """A tensor of ``values`` on ``device``; ``torch.tensor(values, device=device)`` would wait for the queue."""
+    """A tensor of ``values``, shaped as they are, on ``device``; ``torch.tensor(values, device=device)`` would wait."""
     return send(torch.tensor(values, dtype=dtype), device)
 
 

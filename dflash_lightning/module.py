@@ -16,11 +16,10 @@ import torch
 from jaxtyping import Bool, Float
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
-from torch import Tensor, nn
+from torch import Tensor
 
 from dflash_lightning.block import BlockConstructor
 from dflash_lightning.conditioning import Conditioning
-from dflash_lightning.device import abilities
 from dflash_lightning.drafter import Drafter
 from dflash_lightning.errors import SettingError
 from dflash_lightning.head import DraftHead
@@ -33,17 +32,24 @@ from dflash_lightning.training.growth import follow_checkpoint
 from dflash_lightning.training.guard import (
     ADVICE,
     Diverged,
-    ScaleGuard,
     StepGuard,
     StepRecord,
     check_checkpoint,
     check_trainer,
     checksums,
+    make_guard,
 )
 from dflash_lightning.training.log import StepLog
 from dflash_lightning.training.optim import LengthChange, OptimSettings, gradients, length_change, set_rates
-from dflash_lightning.training.requirements import check_labels, check_signals, check_tallies, check_teacher
+from dflash_lightning.training.requirements import (
+    check_labels,
+    check_signals,
+    check_slots,
+    check_tallies,
+    check_teacher,
+)
 from dflash_lightning.training.rounds import begin_rounds, play_round
+from dflash_lightning.training.sharded import broken, clip, gathered, is_sharded, shard, total_norm
 from dflash_lightning.types import BlockLayout, FeatureSpec, SlotTotals, StepContext, TargetFeatures, TrainBatch
 
 
@@ -88,6 +94,7 @@ class DraftModule(LightningModule):
         self.terms = dict(loss)
         self.optim = optim
         self.model: DraftModel | None = None
+        self._whole: list[DraftModel] = []  # in a list, where it is no part of this module
         self._totals: tuple[tuple[int, int], SlotTotals] | None = None
         self._initial: dict[str, int] = {}
         self.step_log = StepLog()
@@ -103,11 +110,14 @@ class DraftModule(LightningModule):
     def configure_model(self) -> None:
         """Build the drafter for the target and the data; does nothing when it is built already."""
         self.prepare(self.trainer.datamodule if self._trainer is not None else None)  # type: ignore[attr-defined]
+        if self.device_mesh is not None and not is_sharded(self.draft_model):  # of ``ShardedStrategy``
+            shard(self.draft_model, self.device_mesh["data_parallel"])
 
     def prepare(self, data: Any | None) -> None:
         """What ``configure_model`` does, for ``data`` (a ``DraftData`` or null); needs no trainer."""
         if self.model is None:
             check_signals(self.terms, self.plan.head)
+            check_slots(self.terms, self.plan.block)
             self.model = self.plan.make(self.target, {} if data is None else data.used_ids())
         self.model.bind(self.target)
         self._lm: LanguageHead = self.model.head_of(self.target.lm)
@@ -132,6 +142,15 @@ class DraftModule(LightningModule):
         assert self.model is not None, "configure_model has not run"
         return self.model
 
+    def whole_draft(self) -> DraftModel:
+        """The drafter with all of its weights, to decode with; every rank must call this.
+
+        Where it is sharded this is a copy, which the next call makes up to date.
+        """
+        if is_sharded(self.draft_model):
+            self._whole = [gathered(self.draft_model, self.target, *self._whole)]
+        return self._whole[0] if self._whole else self.draft_model
+
     def required(self) -> FeatureSpec:
         """Target features that the drafter and the loss terms read, united."""
         spec = self.draft_model.required()
@@ -152,10 +171,7 @@ class DraftModule(LightningModule):
         self._totals, self._window_samples, self._guard = None, [], self._make_guard()
 
     def _make_guard(self) -> StepGuard:
-        named = {name: p for name, p in self.draft_model.named_parameters() if p.requires_grad}
-        if self._scaled:
-            return ScaleGuard(list(named), list(named.values()))
-        return StepGuard(list(named), list(named.values()), late=abilities(self.device).events)
+        return make_guard(self.draft_model, self.device, scaled=self._scaled)
 
     @property
     def _scaled(self) -> bool:
@@ -258,7 +274,7 @@ class DraftModule(LightningModule):
             Diverged: loss or gradients are not finite.
         """
         reduced = self.step_log.reduce(self._sum_over_ranks)
-        self._norm = nn.utils.get_total_norm(gradients(optimizer))
+        self._norm = total_norm(gradients(optimizer))
         samples, self._window_samples = self._window_samples, []
         rate = optimizer.param_groups[0]["lr"]
         if self._guard is not None:
@@ -283,16 +299,8 @@ class DraftModule(LightningModule):
         Lightning's own way refuses every fused optimizer under mixed precision, because with a scaler (float16) it
         would see scaled gradients. bfloat16 has none, and float16 gets an optimizer that is not fused.
         """
-        if not gradient_clip_val:
-            return
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        if gradient_clip_algorithm == "value":
-            nn.utils.clip_grad_value_(parameters, float(gradient_clip_val))
-        else:
-            assert self._norm is not None
-            # A norm that is none (its step will not be made) must not spread over all gradients.
-            norm = torch.where(torch.isfinite(self._norm), self._norm, 0.0)
-            nn.utils.clip_grads_with_norm_(parameters, float(gradient_clip_val), norm)
+        if gradient_clip_val:
+            clip(optimizer, float(gradient_clip_val), None if gradient_clip_algorithm == "value" else self._norm)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         total = self.trainer.estimated_stepping_batches
@@ -334,7 +342,7 @@ class DraftModule(LightningModule):
 
     def broken_parameters(self) -> list[str]:
         """Names of the drafter's parameter tensors that hold a NaN or an infinity: the run has diverged."""
-        return [name for name, p in self.draft_model.named_parameters() if not torch.isfinite(p).all()]
+        return broken(self.draft_model)
 
     def changed_parameters(self) -> int:
         """How many parameter tensors of the drafter differ from when ``fit`` began."""

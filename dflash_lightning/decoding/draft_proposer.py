@@ -65,6 +65,7 @@ class DraftProposer(Proposer):
         self.block_size = draft.config.block_size if block_size is None else block_size
         self.num_drafts = num_drafts(draft, block_size, untrained_slots=untrained_slots)
         self.signals, self.signals_in_turn = draft.head.signals, draft.head.signals_in_turn
+        self.keeps_state = draft.keeps_state
         self.graphs = GraphCounter()
         self.compiled = compile
         self.weights = decode_copy(draft, target)

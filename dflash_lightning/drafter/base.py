@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from dflash_lightning.component import Component
 from dflash_lightning.draft_config import DraftConfig
+from dflash_lightning.errors import SettingError
 from dflash_lightning.geometry import LayerGeometry
 from dflash_lightning.ops.context import ContextState
 from dflash_lightning.target import FrozenTarget
@@ -38,6 +39,13 @@ class Drafter(Component, nn.Module, ABC, axis=True):
     def build(self, config: DraftConfig) -> None:
         """Make the weights."""
 
+    def check_slots(self, num_slots: int) -> None:
+        """Refuse settings that mean nothing in blocks of at most so many slots; by default there are none.
+
+        Raises:
+            ValueError: names the setting.
+        """
+
     def bind(self, target: FrozenTarget) -> None:
         """Take what this backbone runs of the target itself; called wherever a drafter meets its target.
 
@@ -55,6 +63,13 @@ class Drafter(Component, nn.Module, ABC, axis=True):
     ) -> Float[Tensor, "B N K H"]:
         """Hidden states after the output norm, ready for the language head; slots stand at ``positions``."""
 
+    def units(self) -> list[nn.Module]:
+        """Parts whose weights nobody but their own ``forward`` uses in training: each may be gathered for itself.
+
+        By default there are none, and a drafter that is spread over ranks is gathered as a whole.
+        """
+        return []
+
     @abstractmethod
     def absorb(self, context: ContextState) -> None:
         """Let every layer project the new rows of a decoding ``context`` into its cache, without drafting a block."""
@@ -65,3 +80,17 @@ class Drafter(Component, nn.Module, ABC, axis=True):
 
     def warm_start(self, layers: list[Mapping[str, Tensor]]) -> None:
         """Copy weights from the target's decoder layers ``layers`` (state dicts, one per draft layer)."""
+
+
+def check_kernel(setting: str, kernel: int, num_slots: int) -> None:
+    """Refuse a convolution over more slots than a block has: its weights behind would never be used.
+
+    Raises:
+        ValueError: it reads more.
+    """
+    if kernel > num_slots:
+        raise SettingError(
+            setting,
+            f"{kernel} slots are read at once, but a block has {num_slots}",
+            f"Use a number from 1 to {num_slots}",
+        )

@@ -108,6 +108,9 @@ class BlockTransformer(Drafter):
             slots = layer(slots, rotation, context)
         return self.norm(slots)
 
+    def units(self) -> list[nn.Module]:
+        return list(self.layers)
+
     def absorb(self, context: ContextState) -> None:
         for layer in self._layers():
             context.sources(layer.index, layer.self_attn)

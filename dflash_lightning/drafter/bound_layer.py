@@ -21,11 +21,11 @@ class BoundLayer:
     A plain object, so that a module which holds it does not own the weights. A deep copy is the same object.
 
     Raises:
-        ValueError: the family's layers cannot be run alone, or its attention takes no masks.
+        ValueError: the family's layers cannot be run alone, its attention takes no masks, or they were not read.
     """
 
     def __init__(self, target: FrozenTarget, index: int) -> None:
-        self.layer: Any = target.anatomy.layers[index]
+        self.layer: Any = target.layer(index)
         self.rotary: Any = getattr(target.anatomy.decoder, "rotary_emb", None)
         self._check(target)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from dflash_lightning.drafter.causal_transformer import CausalTransformer
 from dflash_lightning.drafter.layer import DraftLayer
@@ -45,6 +45,9 @@ class FeedbackTransformer(CausalTransformer):
             feature, chains = self.run_slot(joined, positions[:, :, slot] - 1, sources, chains)
             found.append(feature)
         return torch.stack(found, dim=2)
+
+    def units(self) -> list[nn.Module]:
+        return []  # slots are run in turn, by ``DraftLayer.step``
 
     def begin(self, positions: Int[Tensor, "B 1"], context: ContextState) -> tuple[Any, Advance]:
         sources = self.sources(context)

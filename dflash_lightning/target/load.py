@@ -23,8 +23,10 @@ from dflash_lightning.target.checkpoint_files import check_config, check_files, 
 from dflash_lightning.target.decode_check import check_decoding
 from dflash_lightning.target.facts import find_stop_ids, max_positions, warn_of_limit
 from dflash_lightning.target.families import check_family, check_structure
-from dflash_lightning.target.frozen import FrozenTarget, check_one_device
+from dflash_lightning.target.frozen import FrozenTarget
 from dflash_lightning.target.gguf import cached_folder, check_gguf_extra, dequantise, forget, is_complete, read
+from dflash_lightning.target.one_device import check_one_device
+from dflash_lightning.target.outline import folder_or_hub, load_outline
 from dflash_lightning.target.place import TargetLocation, locate
 from dflash_lightning.target.text import TargetText
 
@@ -45,13 +47,15 @@ def load_target(
     device_map: str | dict[str, Any] | None = None,  # chooses the device instead; one device only
     attn_implementation: str | None = None,  # null: the family's default
     trust_remote_code: bool = False,  # run model code from the hub
+    layers: bool | None = None,  # false reads embedding, final norm and head alone; null: all, unless servers have them
 ) -> FrozenTarget:
     """The causal LM at ``source`` with its tokenizer, frozen.
 
     ``source`` is a folder, a hub id, a GGUF file (local, or ``owner/repo/file.gguf`` on the hub) or
     ``package://<python package>/<file.gguf>``. ``attn_implementation`` null is the family's default: sdpa where it has
     that, else eager (Gemma 2, GPT-OSS). ``device_map`` replaces ``device``; it may name or choose one device only.
-    ``dtype`` "auto" is the checkpoint's own.
+    ``dtype`` "auto" is the checkpoint's own. ``layers`` false reads embedding, final norm and language head alone, for
+    runs whose features come from servers (a recipe's null means that, where they do); null reads all.
 
     Raises:
         ValueError: nothing is there, an optional package is missing, ``device_map`` means several devices, the family
@@ -70,15 +74,36 @@ def load_target(
         keywords["device_map"] = device_map
     remote = {"revision": revision, "trust_remote_code": trust_remote_code}
     with patient_bars(f"loading {source}"):
-        model, tokenizer = _load_gguf(where, keywords) if where.gguf_file else _load_folder(where, remote, keywords)
+        if layers is False:
+            model, tokenizer = _load_outline(where, remote, keywords["dtype"])
+        else:
+            model, tokenizer = _load_gguf(where, keywords) if where.gguf_file else _load_folder(where, remote, keywords)
         if device_map is None:
             model.to(device)
         target = FrozenTarget(model, tokenizer, name=source, revision=revision)
         warn_of_limit(model.config, source)
-        _warn_of_slow_dtype(target)
-        target.check()
-        check_decoding(target)
+        if target.has_layers:
+            _warn_of_slow_dtype(target)
+            target.check()
+            check_decoding(target)
     return target
+
+
+def _load_outline(where: TargetLocation, remote: dict[str, Any], dtype: Any) -> tuple[Any, Any]:
+    """Model without decoder layers, and tokenizer."""
+    if where.gguf_file:
+        check_gguf_extra(where.name)
+        kept = _kept_copy(where)
+        if kept is None:
+            do = "Set target.layers=true, which reads all of it"
+            raise SettingError("target.layers", f"{where.name} cannot be read in part, as no copy can be kept", do=do)
+        where, remote = kept, {"revision": None}
+    config = _read_config(where, remote)
+    check_family(config, where.name)
+    find = folder_or_hub(where.location, remote["revision"])
+    generation = _read_generation(where, {"revision": remote["revision"]})
+    tokenizer = _read_tokenizer(where, remote)
+    return load_outline(find, config, where.name, dtype=dtype, generation=generation), tokenizer
 
 
 def _warn_of_slow_dtype(target: FrozenTarget) -> None:

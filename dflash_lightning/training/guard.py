@@ -12,8 +12,10 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
 
-from dflash_lightning.device import Mark, mark
+from dflash_lightning.device import Mark, abilities, mark
 from dflash_lightning.errors import SettingError
+from dflash_lightning.model import DraftModel
+from dflash_lightning.training.sharded import ShardedStrategy, is_sharded, local, whole
 
 _SHOWN_DOCUMENTS = 8
 
@@ -86,7 +88,7 @@ class StepGuard:
             raise self._error(record)
 
     def _error(self, record: StepRecord) -> Diverged:
-        broken = [n for n, p in zip(self.names, self.parameters, strict=True) if not torch.isfinite(p).all()]
+        broken = [n for n, p in zip(self.names, self.parameters, strict=True) if not torch.isfinite(whole(p)).all()]
         several = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
         rank = f", rank {torch.distributed.get_rank()}" if several else ""
         lines = [
@@ -105,7 +107,7 @@ class StepGuard:
 
     def _largest(self) -> str:
         sizes = {
-            name: float(parameter.grad.detach().float().norm())
+            name: float(whole(parameter.grad).detach().float().norm())
             for name, parameter in zip(self.names, self.parameters, strict=True)
             if parameter.grad is not None
         }
@@ -149,18 +151,28 @@ class ScaleGuard(StepGuard):
             raise self._error(record)
 
 
-def check_trainer(trainer: Trainer, model: nn.Module) -> None:
+def make_guard(model: DraftModel, device: torch.device, *, scaled: bool) -> StepGuard:
+    """The guard for ``model``; ``scaled`` says that gradients are scaled against underflow (float16)."""
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if scaled:
+        return ScaleGuard(list(named), list(named.values()))
+    # Nobody has tried yet whether the fused optimizer of sharded weights can be told on the device.
+    late = abilities(device).events and not is_sharded(model)
+    return StepGuard(list(named), list(named.values()), late=late)
+
+
+def check_trainer(trainer: Trainer, model: DraftModel) -> None:
     """Refuse a trainer with which ``model`` would train silently worse, or not at all.
 
     Raises:
-        ValueError: its strategy shards parameters, or its precision does not keep them in float32.
+        ValueError: its strategy is none that is supported, or its precision does not keep parameters in float32.
     """
-    if not isinstance(trainer.strategy, (SingleDeviceStrategy, DDPStrategy)):
+    if not isinstance(trainer.strategy, (SingleDeviceStrategy, DDPStrategy, ShardedStrategy)):
         raise SettingError(
             "trainer.strategy",
             f"{type(trainer.strategy).__name__} is not supported: it shards or rewrites parameters that are read by "
             "name here",
-            do="A drafter is small: use one device or trainer.strategy=ddp",
+            do="Use one device, trainer.strategy=ddp, or trainer=fsdp",
         )
     if any(p.dtype != torch.float32 for p in model.parameters()):
         raise SettingError(
@@ -195,5 +207,6 @@ def check_checkpoint(checkpoint: dict[str, Any]) -> None:
 def checksums(model: nn.Module) -> dict[str, int]:
     """Bit sums of the parameters: enough to see whether training changed them, without keeping a copy."""
     return {
-        name: int(p.detach().float().view(torch.int32).sum(dtype=torch.int64)) for name, p in model.named_parameters()
+        name: int(local(p.detach()).float().view(torch.int32).sum(dtype=torch.int64))
+        for name, p in model.named_parameters()
     }

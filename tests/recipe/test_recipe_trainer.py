@@ -9,6 +9,8 @@ import pytest
 from dflash_lightning.cli import main
 from dflash_lightning.recipe.trainer import trainer_faults
 
+STRATEGIES = "lightning.pytorch.strategies"
+SHARDED = {"_target_": "dflash_lightning.training.sharded.ShardedStrategy"}
 TRAINER = {"_target_": "lightning.pytorch.Trainer", "precision": "bf16-mixed", "max_epochs": 6}
 
 
@@ -20,6 +22,9 @@ TRAINER = {"_target_": "lightning.pytorch.Trainer", "precision": "bf16-mixed", "
         ({"precision": "fp8"}, "trainer.precision", "'fp8' is unknown"),
         ({"strategy": "fsdp"}, "trainer.strategy", "trainer.strategy=ddp"),
         ({"strategy": "deepspeed_stage_2"}, "trainer.strategy", "deepspeed_stage_2 shards"),
+        ({"strategy": {"_target_": f"{STRATEGIES}.FSDPStrategy"}}, "trainer.strategy", "or trainer=fsdp"),
+        ({"strategy": {"_target_": f"{STRATEGIES}.ModelParallelStrategy"}}, "trainer.strategy", "or trainer=fsdp"),
+        ({"strategy": SHARDED, "precision": "16-mixed"}, "trainer.precision", "is not done where they are sharded"),
         ({"max_epochs": -1}, "trainer.max_epochs", "has no end"),
         ({"max_epochs": None, "max_steps": -1}, "trainer.max_epochs", "trainer.max_steps=N"),
         ({"max_epochs": None, "max_time": "00:01:00:00"}, "trainer.max_epochs", "has no end"),
@@ -41,6 +46,8 @@ def test_a_trainer_that_cannot_train_is_refused_by_its_text(settings: dict[str, 
         {"max_epochs": None, "max_steps": 7},
         {"max_epochs": None, "fast_dev_run": True},
         {"strategy": "ddp_spawn"},
+        {"strategy": SHARDED},
+        {"strategy": {"_target_": f"{STRATEGIES}.DDPStrategy"}, "precision": "16-mixed"},
         {"_target_": "own.package.Trainer", "precision": "own", "max_epochs": None},
     ],
 )

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from dflash_lightning.decoding.builder.base import DraftBuilder
+from dflash_lightning.decoding.builder.base import DraftBuilder, needs_paths
 from dflash_lightning.decoding.builder.best_first import check_budget
 from dflash_lightning.decoding.builder.grow import likeliest
 from dflash_lightning.decoding.builder.steps import as_steps
@@ -34,12 +34,13 @@ class TableTree(DraftBuilder):
     chosen without chance; equality with the target's own tokens judges them.
 
     Raises:
-        ValueError: a number is below 1; in ``build``, the head keeps a state.
+        ValueError: a number is below 1.
     """
 
     name = "table_tree"
     drawn = "delta"
     trees = True
+    single_tokens = True
 
     def __init__(
         self,
@@ -85,14 +86,10 @@ def read_table(
     the root; its other places have children of probability 0.
 
     Raises:
-        ValueError: the head keeps a state from token to token.
+        ValueError: the head keeps a state from token to token, and did not say so (``keeps_state``) before decoding.
     """
     if scores.state is not None:
-        raise SettingError(
-            "decoding.builder",
-            "TableTree asks for laws after single tokens, but the drafter's head keeps a state along a path",
-            do="Use a builder that follows paths (decoding=tree, or a layer_tree), or a head that remembers one token",
-        )
+        raise needs_paths("TableTree")
     step = as_steps(scores)
     num_drafts, columns = scores.logits.shape[1:]
     count, kept = min(parents, columns), min(branch, columns)
