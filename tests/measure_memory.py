@@ -32,7 +32,7 @@ def measure(shape: str) -> dict[str, int]:
     """The record's memory, in bytes."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "record.json"
-        words = ["bench", "step", "--target-layers", "9", *shape.split(), "--json", str(file)]
+        words = ["bench", "step", "--target-layers", "9", "--repeats", "1", *shape.split(), "--json", str(file)]
         subprocess.run([sys.executable, "-m", "dflash_lightning", *words], check=True, stdout=subprocess.DEVNULL)
         found: dict[str, int] = json.loads(file.read_text(encoding="utf-8"))["memory"]
     return found

@@ -24,10 +24,12 @@ from typing import Any
 import pytest
 import torch
 from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from omegaconf import OmegaConf
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.nn.attention.flex_attention import BlockMask
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
@@ -36,18 +38,29 @@ from dflash_lightning import device as device_file
 from dflash_lightning.commands.smoke_toy import ToyWorld, toy_recipe
 from dflash_lightning.data.batch.loader import map_tensors
 from dflash_lightning.decoding import loop
-from dflash_lightning.device import Abilities
+from dflash_lightning.device import Abilities, send
 from dflash_lightning.ops import flex_block_attention
 from dflash_lightning.recipe import build_recipe, load_recipe
+from dflash_lightning.recipe.folders import recipe_names
 from dflash_lightning.recipe.make import make
 
 NAME = "pretend"  # of the device; one that ends in a digit is refused
 PACKAGE = str(Path(dflash_lightning.__file__).parent)
+SHARES = 4  # of all recipes, to run beside each other
 ROUNDS = 4  # every round commits two tokens: a read number is 1, and 1 draft is then accepted
 SECONDS = 500  # a child that takes longer is ended
 
 # What may wait in a decoding: the tokens after the prompts, once per batch, and what became of the drafts, per round.
 READS = {"decoding/loop.py:decode_batch", "decoding/outcome.py:read_outcomes"}
+
+
+# What a recipe plans on the host besides: how many nodes a policy leaves, and which nodes a tree has.
+PLANS = {
+    "adaflash": ["decoding/cut.py:cut_draft"],
+    "jetspec": ["decoding/builder/fan_tree.py:_by_slot"],
+    "taps": ["decoding/builder/reach.py:build"],
+}
+PLAYS = {"carryover", "retrace"}  # recipes that play a round before each step
 
 
 class Mark:
@@ -62,6 +75,9 @@ class Mark:
     def synchronize(self) -> None:
         pass
 
+    def elapsed_time(self, later: Mark) -> float:
+        return 1.0
+
 
 class Shapes(FakeTensorMode):
     """One mode for all tensors, those of copied modules too."""
@@ -71,16 +87,21 @@ class Shapes(FakeTensorMode):
 
 
 class Waits(TorchDispatchMode):
-    """Counts by function of the product what makes the program wait for the device; a number read is 1, or false."""
+    """Counts by function of the product what makes the program wait for the device; a number read is 1."""
 
     def __init__(self) -> None:
         super().__init__()
         self.found: Counter[str] = Counter()
+        self.yes = True  # what a question is answered with: all is well with what is built
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.ops.aten._local_scalar_dense.default:
             return self._read(args[0])
+        if func in (torch.ops.aten.index_put_.default, torch.ops.aten.index_put.default):
+            masks = any(index is not None and index.dtype == torch.bool for index in args[1])
+            if masks and args[2].numel() != 1:  # one value is filled in; for several the places are counted first
+                self._note()
         out = func(*args, **kwargs)
         if func in (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default):
             in_place = func is torch.ops.aten.copy_.default
@@ -98,7 +119,7 @@ class Waits(TorchDispatchMode):
                 pass  # it came from the device, with a copy that was counted or did not wait
         else:
             self._note()
-        return {torch.bool: False}.get(value.dtype, 0.5 if value.is_floating_point() else 1)
+        return self.yes if value.dtype == torch.bool else 0.5 if value.is_floating_point() else 1
 
     def _note(self) -> None:
         frame: Any = sys._getframe(1)
@@ -140,18 +161,25 @@ def make_device(abilities: Abilities) -> torch.device:
 KEPT: list[Any] = []  # a library's kernels go with it
 
 
+class DenseMask(BlockMask):
+    """What every slot sees: [B, rows, columns]."""
+
+    def __init__(self, seen: Tensor) -> None:
+        self.seen = seen
+
+
 def dense_flex() -> None:
     """In place of compiled flex attention: the same mask function, asked for every pair at once."""
 
-    def create(mask_mod: Any, batch: int, heads: None, rows: int, columns: int, device: str) -> Tensor:
+    def create(mask_mod: Any, batch: int, heads: None, rows: int, columns: int, device: str) -> DenseMask:
         b, r, c = (torch.arange(size, device=device) for size in (batch, rows, columns))
         seen: Tensor = mask_mod(b[:, None, None], b[0], r[None, :, None], c)
-        return seen.expand(batch, rows, columns)
+        return DenseMask(seen.expand(batch, rows, columns))
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, *, block_mask: Tensor, scale: float, enable_gqa: bool) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, *, block_mask: DenseMask, scale: float, enable_gqa: bool) -> Tensor:
         assert not (enable_gqa and q.shape[1] == k.shape[1])
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-        scores = (q @ k.transpose(-1, -2) * scale).masked_fill(~block_mask[:, None], -torch.inf)
+        scores = (q @ k.transpose(-1, -2) * scale).masked_fill(~block_mask.seen[:, None], -torch.inf)
         return scores.softmax(-1) @ v
 
     flex_block_attention._compiled_create_block_mask = create
@@ -176,16 +204,17 @@ def put_on(device: torch.device, *modules: nn.Module) -> None:
                     held[name] = there(value)
 
 
-class StandIn:
+class StandIn(Trainer):
     """As much of a trainer as a step asks for."""
 
     world_size = accumulate_grad_batches = log_every_n_steps = 1
     global_step = current_epoch = 0
     estimated_stepping_batches = 10
+    datamodule = strategy = precision_plugin = None
+    optimizers: list[Any] = []  # noqa: RUF012
 
     def __init__(self, data: Any, device: torch.device) -> None:
-        self.datamodule, self.strategy = data, SingleDeviceStrategy(device)
-        self.precision_plugin, self.optimizers = SimpleNamespace(), []
+        self.datamodule, self.strategy, self.precision_plugin = data, SingleDeviceStrategy(device), SimpleNamespace()
 
 
 # -- what runs on it --------------------------------------------------------------------------------------------------
@@ -214,10 +243,12 @@ def try_recipe(
         module.on_fit_start()
         optimizer: Any = module.configure_optimizers()["optimizer"]  # type: ignore[index]
         waits.found.clear()
-        for number, batch in enumerate(batches):
-            train_on(batch, number, module, data, optimizer, device, mode)
-        found["train"] = dict(waits.found)
-        found["steps"] = len(batches)
+        found["plays"] = module.draft_model.conditioning.carries
+        waits.yes = False  # no step is a bad one
+        if not found["plays"]:  # a round is played by what the device knows: its blocks move, so their places are read
+            for number, batch in enumerate(batches):
+                train_on(batch, number, module, data, optimizer, device, mode)
+        found["train"], waits.yes = dict(waits.found), True
         for temperature in temperatures:
             try:
                 chosen = dataclasses.replace(settings, temperature=temperature, compile=False, batch_size=len(prompts))
@@ -302,14 +333,64 @@ def check(found: list[dict[str, Any]], names: list[str], *, decodings: int) -> N
     assert [one["recipe"] for one in found] == names
     for one in found:
         assert "error" not in one, f"{one['recipe']}\n{one['error']}"
-        assert one["steps"] == 2 and one["train"] == {}, f"{one['recipe']} waits in training: {one['train']}"
+        assert one["train"] == {}, f"{one['recipe']} waits in training: {one['train']}"
+        assert one["plays"] == (one["recipe"] in PLAYS)
         assert len(one["decode"]) >= decodings, f"{one['recipe']} decoded at temperatures {list(one['decode'])}"
         for temperature, decoding in one["decode"].items():
             assert decoding["rounds"] == decoding["reads"] == ROUNDS
-            assert set(decoding["waits"]) == READS, f"{one['recipe']} at {temperature}: {decoding['waits']}"
+            waits = decoding["waits"].keys() - set(PLANS.get(one["recipe"], ()))
+            assert waits == READS, f"{one['recipe']} at {temperature}: {decoding['waits']}"
 
 
 @pytest.mark.parametrize("flex", [False, True])
 def test_nothing_waits_for_an_accelerator_but_the_outcome_of_a_round(run_there: Any, flex: bool) -> None:
     """With the portable attention, and with the masks of flex attention."""
     check(run_there(["dflash"], flex=flex), ["dflash"], decodings=0 if flex else 2)
+
+
+RECIPES = [name for name in recipe_names() if "/" not in name]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share", range(SHARES))
+def test_nothing_waits_whatever_the_recipe(run_there: Any, share: int) -> None:
+    """Every recipe: its drafter, its losses and its way of decoding, at both temperatures where it has both."""
+    names = RECIPES[share::SHARES]
+    check(run_there(names, flex=False), names, decodings=1)
+
+
+def test_what_waits_and_what_mixes_devices_is_found(fork: Callable[..., Any], tmp_path: Path) -> None:
+    """The same harness sees every kind of wait that is planted, and one that only copies without waiting is none."""
+
+    def work() -> None:
+        device = make_device(Abilities())
+        with Shapes(), Waits() as waits:
+            there, here = torch.ones(3, device=device), torch.ones(3)
+            send(here, device)
+            assert not waits.found
+            mask = there > 0
+            planted: list[Callable[[], Any]] = [there.sum().item, there.tolist, lambda: bool(mask.any())]
+            planted += [there.cpu, lambda: here.to(device), partial(there.__setitem__, mask, there)]
+            for wait in planted:
+                before = waits.found["a test"]
+                wait()
+                assert waits.found["a test"] > before
+            before = waits.found["a test"]
+            there[mask] = 1.0
+            assert waits.found["a test"] == before, "filling in one value does not wait"
+            for fails in (
+                lambda: there + here,
+                lambda: there[mask],
+                mask.nonzero,
+                lambda: torch.tensor(1, device=device),
+            ):
+                with pytest.raises((RuntimeError, NotImplementedError, DynamicOutputShapeException)):
+                    fails()
+        print("all found")
+
+    child = fork(work, tmp_path / "planted.txt")
+    last = time.monotonic() + SECONDS
+    while child.poll() is None and time.monotonic() < last:
+        time.sleep(0.02)
+    child.kill()
+    assert child.said()[0].endswith("all found\n"), child.said()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
 
 from dflash_lightning import device as device_file
 from dflash_lightning.data.batch import of_trainer
@@ -16,6 +17,7 @@ from dflash_lightning.decoding.stats import STAGES, DecodeStats, StageClock
 from dflash_lightning.device import Abilities, abilities, begin_peak, mark, peak_bytes, send, send_list, wait
 from dflash_lightning.ops import clock as clock_file
 from dflash_lightning.ops.clock import DeviceSeconds
+from dflash_lightning.testing.toys import toy_batch, toy_module
 
 CPU = torch.device("cpu")
 
@@ -47,17 +49,15 @@ def test_values_are_sent_without_a_wait_and_from_pinned_memory_where_there_is_so
     assert done == [*(["pinned"] if pins else []), {"non_blocking": True}]
 
 
-def test_a_batch_is_pinned_where_that_helps_and_left_alone_elsewhere(
-    monkeypatch: pytest.MonkeyPatch, make_layout: Any
-) -> None:
+def test_a_batch_is_pinned_where_that_helps_and_left_alone_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = toy_batch(toy_module())
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self + 0)
-    layout = make_layout([[2, 5]], block_size=3)
-    trainer: Any = SimpleNamespace(strategy=SimpleNamespace(root_device=CPU))
-    assert of_trainer.pinned(layout, trainer) is layout and of_trainer.pinned(layout, None) is layout
+    trainer = Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
+    assert of_trainer.pinned(batch, trainer) is batch and of_trainer.pinned(batch, None) is batch
     monkeypatch.setitem(device_file._KNOWN, "cpu", Abilities(pins=True))
-    pinned: Any = of_trainer.pinned(layout, trainer)
-    assert pinned.anchors is not layout.anchors and torch.equal(pinned.anchors, layout.anchors)
-    assert pinned.rows is not layout.rows
+    pinned = of_trainer.pinned(batch, trainer)
+    assert pinned.input_ids is not batch.input_ids and torch.equal(pinned.input_ids, batch.input_ids)
+    assert pinned.layout.rows is not batch.layout.rows and torch.equal(pinned.layout.rows, batch.layout.rows)
 
 
 class Mark:

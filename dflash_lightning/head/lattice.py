@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from dflash_lightning.device import abilities
 from dflash_lightning.draft_config import DraftConfig
 from dflash_lightning.errors import SettingError
 from dflash_lightning.head.base import DraftHead, HeadOutput
@@ -155,6 +156,8 @@ class LatticeHead(DraftHead):
         boundary: Float[Tensor, "M H"],
         lm: LanguageHead,
     ) -> tuple[Float[Tensor, "M k"], Float[Tensor, "M d k k"]]:
+        if abilities(ids.device).queues:  # how many different tokens there are would have to be read
+            return self.lilicorr(self.lilicorr.project_tokens(lm.embed(ids)), hidden, log_probs, boundary)
         # A token that is a candidate in many places is looked up and projected once.
         tokens, where = ids.unique(return_inverse=True)
         known = self.lilicorr.project_tokens(lm.embed(tokens))[where]

@@ -19,7 +19,7 @@ from dflash_lightning.recipe.faults import Fault, RecipeError
 from dflash_lightning.recipe.make import make, make_target
 from dflash_lightning.recipe.precision import settle_precision
 from dflash_lightning.recipe.served import loads_layers, without_faulty
-from dflash_lightning.recipe.target import greet, is_usual, part_faults, target_faults
+from dflash_lightning.recipe.target import greet, part_faults, target_faults
 from dflash_lightning.recipe.tree import plain_tree
 from dflash_lightning.target import FrozenTarget
 
@@ -78,7 +78,7 @@ def build_recipe(cfg: DictConfig) -> Parts:
     if faults := list(target_faults(tree, local=False)):  # of a target on the hub, which the check does not ask
         raise RecipeError(faults, f"recipe {tree['name']!r}")
     greet(tree)
-    target = make_target(tree["target"], layers=loads_layers(tree, usual=is_usual(tree["target"])))
+    target = make_target(tree["target"], layers=loads_layers(tree))
     groups = ("block", "conditioning", "drafter", "head", "loss", "optim")
     plain = ("draft_vocabulary", "init_from", "seed")
     module = DraftModule(target, **{key: make(tree[key]) for key in groups}, **{key: tree[key] for key in plain})

@@ -17,20 +17,33 @@ from dflash_lightning.data.features.servers import Servers
 from dflash_lightning.model.start import DraftPlan
 from dflash_lightning.recipe.evaluation import decoding_callbacks
 from dflash_lightning.recipe.faults import Fault
-from dflash_lightning.recipe.make import make
+from dflash_lightning.recipe.make import locate, make
 from dflash_lightning.recipe.nodes import faults_of
 from dflash_lightning.recipe.tree import UNKNOWN, holds_unknown, mapping_at
+from dflash_lightning.target import load_target
 from dflash_lightning.target.absent import no_layers
 from dflash_lightning.target.preview import TargetPreview
 from dflash_lightning.types import FeatureSpec
 
+_LOADED_BY = f"{load_target.__module__}.{load_target.__name__}"
 _LAYERS = "target.layers"
 _INSTEAD = "Set target.layers=true, which loads the whole target beside the drafter"
 
 
-def loads_layers(tree: dict[str, Any], *, usual: bool = True) -> bool:
-    """Whether a training run reads the weights of the target's layers; ``usual``: it is ``load_target`` that loads."""
-    return not usual or not mapping_at(tree, "data", "features") or mapping_at(tree, "target").get("layers") is True
+def loads_layers(tree: dict[str, Any]) -> bool:
+    """Whether a training run reads the weights of the target's layers; another loader than ours reads what it does."""
+    node = mapping_at(tree, "target")
+    return not mapping_at(tree, "data", "features") or node.get("layers") is True or not is_usual(node)
+
+
+def is_usual(node: dict[str, Any]) -> bool:
+    """Whether the target is loaded by ``load_target``, from its own configuration."""
+    try:
+        function = locate(node.get("_target_"))
+    except ValueError:
+        return False
+    path = f"{getattr(function, '__module__', '')}.{getattr(function, '__name__', '')}"
+    return path == _LOADED_BY and isinstance(node.get("source"), str)
 
 
 def without_faulty(tree: dict[str, Any], faults: Iterable[Fault]) -> dict[str, Any]:

@@ -12,11 +12,16 @@ from dflash_lightning.data.read.process import Processing
 from dflash_lightning.layer_ids import check_layer_ids
 from dflash_lightning.model.start import DraftPlan
 from dflash_lightning.recipe.faults import Fault, fault_of
-from dflash_lightning.recipe.make import locate, make
+from dflash_lightning.recipe.make import make
 from dflash_lightning.recipe.nodes import faults_of
-from dflash_lightning.recipe.served import greet_servers, layer_states, served_part_faults, served_target_faults
+from dflash_lightning.recipe.served import (
+    greet_servers,
+    is_usual,
+    layer_states,
+    served_part_faults,
+    served_target_faults,
+)
 from dflash_lightning.recipe.tree import holds_unknown, mapping_at, select
-from dflash_lightning.target import load_target
 from dflash_lightning.target.preview import TargetPreview, preview
 from dflash_lightning.target.room import most_new_tokens
 from dflash_lightning.training.requirements import (
@@ -29,7 +34,6 @@ from dflash_lightning.training.requirements import (
 from dflash_lightning.types import Alignment
 
 _PARTS = ("block", "conditioning", "drafter", "head")
-_LOADED_BY = f"{load_target.__module__}.{load_target.__name__}"
 
 
 def part_faults(tree: dict[str, Any]) -> Iterator[Fault]:
@@ -94,16 +98,6 @@ def _plan(tree: dict[str, Any]) -> DraftPlan | None:
     made: dict[str, Any] = {part: make(tree[part]) for part in _PARTS}
     made |= {key: tree.get(key) for key in ("draft_vocabulary", "init_from")}
     return DraftPlan(**made)
-
-
-def is_usual(node: dict[str, Any]) -> bool:
-    """Whether the target is loaded by ``load_target``, from its own configuration."""
-    try:
-        function = locate(node.get("_target_"))
-    except ValueError:
-        return False
-    path = f"{getattr(function, '__module__', '')}.{getattr(function, '__name__', '')}"
-    return path == _LOADED_BY and isinstance(node.get("source"), str)
 
 
 def _fit_faults(

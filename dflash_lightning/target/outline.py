@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError
+from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
@@ -68,6 +68,9 @@ def folder_or_hub(location: str, revision: str | None) -> Find:
     def fetch(file: str) -> Path | None:
         try:
             return Path(hf_hub_download(location, file, revision=revision))
+        except LocalEntryNotFoundError as error:  # one of the other kind too: nothing is known of the file
+            what = f"{file} could not be fetched from {location}: {str(error).splitlines()[0]}"
+            raise SettingError("target", what, do="Try again where the hub can be reached") from error
         except EntryNotFoundError:
             return None
 

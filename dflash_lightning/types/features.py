@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 
@@ -142,7 +142,7 @@ class TargetFeatures:
         missing = [i for i in layer_ids if i not in self.layer_ids]
         if missing:
             raise ValueError(f"features hold target layers {list(self.layer_ids)}, but layers {missing} were asked for")
-        return self.hidden[:, :, [self.layer_ids.index(i) for i in layer_ids]]
+        return _at(self.hidden, [self.layer_ids.index(i) for i in layer_ids])
 
     def select_kv(self, kv_ids: tuple[int, ...]) -> tuple[Float[Tensor, "B S c Hkv D"], Float[Tensor, "B S c Hkv D"]]:
         """Keys and values of the layers ``kv_ids``, in the order asked for."""
@@ -152,7 +152,7 @@ class TargetFeatures:
         if kv_ids == self.kv_ids:
             return self.keys, self.values
         places = [self.kv_ids.index(i) for i in kv_ids]
-        return self.keys[:, :, places], self.values[:, :, places]
+        return _at(self.keys, places), _at(self.values, places)
 
     def with_next(self, keep: Int[Tensor, " B"], following: Int[Tensor, " B"]) -> TargetFeatures:
         """The same with ``following[b]`` as the token after row ``keep[b] - 1``: the root of the next round.
@@ -163,3 +163,8 @@ class TargetFeatures:
             return self
         last = (keep.to(self.next_ids.device) - 1).clamp(min=0)
         return replace(self, next_ids=self.next_ids.scatter(1, last[:, None], following[:, None]))
+
+
+def _at(values: Shaped[Tensor, "B S t *rest"], places: list[int]) -> Shaped[Tensor, "B S u *rest"]:
+    """``values[:, :, places]``; a list as an index would be sent to the device, with a wait for it."""
+    return torch.stack([values[:, :, i] for i in places], dim=2) if places else values[:, :, :0]

@@ -12,6 +12,7 @@ import pytest
 
 from dflash_lightning.errors import SettingError
 from dflash_lightning.recipe import RecipeError, build_recipe, check_recipe, load_recipe, make_target
+from dflash_lightning.recipe.served import loads_layers
 from dflash_lightning.target import FrozenTarget
 from dflash_lightning.testing.stand_in import StandIn
 
@@ -107,6 +108,16 @@ def test_the_layers_of_the_target_are_neither_loaded_nor_needed(
         bare.check()
     with pytest.raises(SettingError, match="layer 0 from it"):
         bare.decoder_layer_state(0)
+
+
+def test_a_loader_of_ones_own_reads_what_it_reads(folder: Path) -> None:
+    """It knows no ``layers``, so that nothing is refused for the want of them."""
+    node = {"_target_": "dflash_lightning.testing.toys.toy_target", "source": None, "dtype": None}
+    tree = {"target": node, "data": {"features": {"endpoints": ["http://a:1"]}}}
+    assert loads_layers(tree)
+    assert not loads_layers(
+        {**tree, "target": {**node, "_target_": "dflash_lightning.target.load_target", "source": "x"}}
+    )
 
 
 def test_commands_that_decode_a_run_load_its_whole_target(folder: Path) -> None:

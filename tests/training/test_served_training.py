@@ -84,6 +84,9 @@ def test_the_command_trains_without_the_layers_and_resumes(
     assert last["global_step"] == 24 and place.state("served")["finished"]
     config = DraftConfig.from_dict(last["draft_config"])
     assert config.target["digest"] is None and {*config.target["rows"]} == {"embedding", "language head"}
+    moved = [words[0], "data.features.endpoints=[http://127.0.0.1:9]", words[2], "data.features.retries=1"]
+    assert place.fit("smoke", *moved, *BLIND, name="served") == 0, "a server that has moved makes no other run"
+    assert "nothing to do" in capsys.readouterr().out
     whole = load_target(str(place.folder / "target"))
     whole.check_draft(config)
     with pytest.raises(ValueError, match="whose embedding is not that of"):
