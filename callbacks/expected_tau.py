@@ -24,6 +24,8 @@ from dflash_lightning.errors import SettingError
 from dflash_lightning.module import DraftModule
 from dflash_lightning.progress import print_line
 
+_LEAVE_OUT = "Leave the callback out"
+
 
 class ExpectedTau(Callback):
     """Logs the tau that decoding held-out texts is expected to have, from one forward of the drafter on each.
@@ -99,6 +101,7 @@ class ExpectedTau(Callback):
                 f"measures a DraftModule, but the trainer was given {type(pl_module).__name__}",
                 do="Fit a DraftModule, or leave the callback out",
             )
+        pl_module.target.check_whole("callbacks.expected_tau", "every rank reads texts of its own", _LEAVE_OUT)
         self._evaluator = None
         self._texts = read_texts(
             self.rows,

@@ -55,6 +55,7 @@ class Rollout(Callback):
             raise SettingError(
                 "callbacks.rollout", "these blocks read no rounds", do="Use block=recorded, or leave the callback out"
             )
+        pl_module.target.check_whole("callbacks.rollout", "one rank decodes for all", "Leave the callback out")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """In the middle of an epoch: what it began with."""

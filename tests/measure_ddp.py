@@ -2,9 +2,9 @@
 
     OMP_NUM_THREADS=1 python tests/measure_ddp.py [--repeat 2] [--steps 12]
 
-A random target of a mid shape, features on the fly, every process the same number of documents per optimizer step. The
-processes share two cores with whatever else runs there, so CPU-seconds per block stand beside: their ratio says what the
-second process costs in work, the blocks per second what it brings on this machine as it was.
+A random target of a mid shape, features on the fly, every process one document per optimizer step. The processes share
+two cores with whatever else runs there, so CPU-seconds per block stand beside: their ratio says what the second process
+costs in work, the blocks per second what it brings on this machine as it was.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def train(folder: Path, rank: int, world: int, steps: int) -> None:
     target = FrozenTarget(LlamaForCausalLM(config), name="random")
     module = tools.make_module(
         target,
-        block=Anchored(block_size=16, num_anchors=32),
+        block=Anchored(block_size=16, num_anchors=32, mask_token_id=VOCABULARY - 1),
         conditioning=KVInjection(target_layer_ids=[1, 3, 5]),
         drafter=BlockTransformer(num_layers=3),
         optim=OptimSettings(lr=1e-4),

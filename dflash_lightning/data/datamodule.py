@@ -300,6 +300,7 @@ class DraftData(LightningDataModule):
     # -- features -----------------------------------------------------------------------------------------------------
 
     def _make_cache(self, asked: FeatureSpec) -> FeatureCache:
+        self.target.check_whole("data.cache_features", "every rank makes features of its own", "Set it to null")
         spec = asked | self.cache_also
         # Loaders are made (by ``estimated_stepping_batches`` in configure_optimizers) before the module's fit starts.
         target = self.target if self.trainer is None else self.target.to(self.trainer.strategy.root_device)

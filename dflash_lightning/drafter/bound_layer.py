@@ -25,6 +25,7 @@ class BoundLayer:
     """
 
     def __init__(self, target: FrozenTarget, index: int) -> None:
+        target.check_whole("drafter", "it runs layers of the target on blocks of each rank's own")
         self.layer: Any = target.anatomy.layers[index]
         self.rotary: Any = getattr(target.anatomy.decoder, "rotary_emb", None)
         self._check(target)

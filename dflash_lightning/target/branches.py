@@ -215,6 +215,7 @@ def check_branches(target: FrozenTarget) -> None:
     Raises:
         ValueError: the features differ by more than rounding, or the attention takes no masks.
     """
+    target.check_whole("conditioning", "it has the target read drafts of each rank's own")
     check_attention(target)
     if target.facts.model_type in VERIFIED_FAMILIES:
         return

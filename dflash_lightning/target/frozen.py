@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from dflash_lightning.target.intact import (
     typical_error,
 )
 from dflash_lightning.target.masks import is_packed, packed_mask
+from dflash_lightning.target.parallel import check_one_device, in_turns, is_cut, plain_values, refuse_cut
 from dflash_lightning.target.text import TargetText
 from dflash_lightning.target.trunk import Trunk
 from dflash_lightning.types import FeatureSpec, TargetFeatures
@@ -41,7 +43,8 @@ class FrozenTarget:
 
     ``facts.digest`` identifies the weights: a sha256 over the architecture and a fixed sample of every tensor,
     rounded to bfloat16 so that one checkpoint loaded as float32 or bfloat16 has one digest (as float16, too, when its
-    values are bfloat16 ones).
+    values are bfloat16 ones). ``cut`` says that ranks share the layers (``target.parallel``): they call together what
+    runs them.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class FrozenTarget:
         name = name or str(model.config.name_or_path)
         families.check_family(model.config, name)
         check_one_device(parameter.device for parameter in model.parameters())
+        self.cut = is_cut(model)
         self.model = model.requires_grad_(False).eval()
         self.tokenizer = tokenizer
         self.anatomy = families.find_anatomy(model, name)
@@ -102,8 +106,9 @@ class FrozenTarget:
         return self.text.chat_template
 
     def to(self, device: torch.device | str) -> FrozenTarget:
-        """Move the weights."""
-        self.model.to(device)
+        """Move the weights, if they are elsewhere (quantised ones stay where they were made)."""
+        if torch.device(device) != self.device:
+            self.model.to(device)
         return self
 
     def check_draft(self, config: DraftConfig, *, relative: bool = False) -> None:
@@ -164,7 +169,7 @@ class FrozenTarget:
 
     def decoder_layer_state(self, i: int) -> dict[str, Tensor]:
         """Weights of decoder layer ``i`` under the layer's own names, detached (for warm starts)."""
-        return {name: value.detach() for name, value in self.anatomy.layers[i].state_dict().items()}
+        return {name: plain_values(value.detach()) for name, value in self.anatomy.layers[i].state_dict().items()}
 
     def embed(self, ids: Int[Tensor, "*rows"]) -> Float[Tensor, "*rows H"]:
         """Raw embedding rows: without the factor some families apply inside the model (Gemma's ``sqrt(H)``).
@@ -195,7 +200,11 @@ class FrozenTarget:
         with plain_mode(self.device):
             self._check_positions(position_ids)
             packed = is_packed(position_ids) if packed is None else packed
-            return self._features(input_ids.to(self.device), position_ids.to(self.device), spec, packed)
+            input_ids, position_ids = input_ids.to(self.device), position_ids.to(self.device)
+            if self.cut:
+                run = partial(self._features, spec)
+                return in_turns(run, input_ids, position_ids, packed)
+            return self._features(spec, input_ids, position_ids, packed)
 
     def _check_positions(self, position_ids: Int[Tensor, "B S"]) -> None:
         """Only where one long row would silently change all others, because this may wait for a GPU."""
@@ -208,7 +217,7 @@ class FrozenTarget:
                 do="Shorten it",
             )
 
-    def _features(self, input_ids: Tensor, position_ids: Tensor, spec: FeatureSpec, packed: bool) -> TargetFeatures:
+    def _features(self, spec: FeatureSpec, input_ids: Tensor, position_ids: Tensor, packed: bool) -> TargetFeatures:
         ids, shape = input_ids, input_ids.shape
         if not (spec.layer_ids or spec.last_hidden or spec.kv_ids):
             return TargetFeatures((), ids.new_empty(*shape, 0, self.facts.hidden_size, dtype=self.dtype), ids=ids)
@@ -230,13 +239,23 @@ class FrozenTarget:
         return found
 
     def _check_keys(self, implementation: str) -> None:
-        """Refuse to hand out keys and values where packed documents would see one another."""
+        """Refuse to hand out keys and values where packed documents would see one another, or of some heads only."""
+        self.check_whole("conditioning", "it reads keys and values of the target, of which a rank has its heads' only")
         if implementation not in ("sdpa", "eager"):
             raise SettingError(
                 "target.attn_implementation",
                 f"{implementation!r} tells packed documents apart without a cache only, which keys are read from",
                 "Use sdpa or eager",
             )
+
+    def check_whole(self, where: str, what: str, do: str = "Use another, or set target.tensor_parallel=false") -> None:
+        """Refuse what a target that is cut over ranks cannot do.
+
+        Raises:
+            ValueError: names the setting ``where``.
+        """
+        if self.cut:
+            raise refuse_cut(where, what, do)
 
     def trunk(self, spec: FeatureSpec) -> Trunk:
         """The decoder up to the last layer that ``spec`` needs, made once."""
@@ -328,23 +347,3 @@ class FrozenTarget:
 
     def _positions(self, ids: Int[Tensor, "1 S"]) -> Int[Tensor, "1 S"]:
         return torch.arange(ids.shape[1], device=ids.device)[None]
-
-
-def check_one_device(devices: Iterable[Any]) -> None:
-    """Refuse a model in parts.
-
-    Features, embedding and head meet in one step of training and in one round of decoding, and copies of the decoder
-    (cut for features, packed for decoding) would not move their inputs as accelerate's hooks on the original do.
-
-    Raises:
-        ValueError: there is more than one device; "disk" and "meta" (offloaded weights) count as devices.
-    """
-    names = sorted({f"cuda:{device}" if str(device).isdigit() else str(device) for device in devices})
-    if len(names) > 1:
-        raise SettingError(
-            "target.device_map",
-            f"it spreads the target over {', '.join(names)}, but features, embedding and language head are needed "
-            "on one device",
-            do="Name one (target.device_map={'': 0}, or target.device=cuda), load a smaller dtype "
-            "(target.dtype=bfloat16), or choose a smaller target",
-        )

@@ -20,7 +20,7 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
-HEAD = '''
+HEAD = """
 import json, os, sys, time
 out = os.dup(1); os.dup2(2, 1)
 shape = json.loads(sys.stdin.readline())
@@ -28,16 +28,16 @@ def say(x): os.write(out, (json.dumps(x) + "\\n").encode())
 def mib(key):
     for line in open("/proc/self/status"):
         if line.startswith(key + ":"): return int(line.split()[1]) / 1024
-'''
-TAIL = '''
+"""
+TAIL = """
 before = mib("VmRSS")
 open("/proc/self/clear_refs", "w").write("5")
 say("ready")
 for line in sys.stdin:
     begin = time.process_time(); step(); spent = time.process_time() - begin
     say({"seconds": spent, "growth": mib("VmHWM") - before})
-'''
-OURS = '''
+"""
+OURS = """
 import torch
 from dflash_lightning.profiling.build import Place, build_batch, build_module, build_target
 from dflash_lightning.profiling.shape import Shape
@@ -51,8 +51,8 @@ def step():
     shares = module.loss_shares(batch, found, features, StepContext(0, 10, 0), batch.window_totals)
     torch.stack([weight * share for weight, share in shares.values()]).sum().backward()
     optimizer.step(); optimizer.zero_grad(set_to_none=True)
-'''
-INPUTS = '''
+"""
+INPUTS = """
 import torch
 from transformers import Qwen3Config
 torch.manual_seed(0)
@@ -63,8 +63,10 @@ geometry = dict(vocab_size=s["vocab"], hidden_size=s["hidden"], intermediate_siz
 ids = torch.randint(0, s["vocab"] - 1, (s["batch"], s["sequence"]))
 features = torch.randn(s["batch"], s["sequence"], s["features"] * s["hidden"])
 mask = torch.ones_like(ids)
-'''
-SPECFORGE = INPUTS + '''
+"""
+SPECFORGE = (
+    INPUTS
+    + """
 from specforge.algorithms.common.dflash_family_model import OnlineDFlashModel
 from specforge.modeling.draft.dflash import DFlashDraftModel
 config = Qwen3Config(**geometry)
@@ -80,8 +82,10 @@ optimizer = torch.optim.AdamW(draft.parameters(), lr=6e-4)
 def step():
     model(ids, features, mask)[0].backward()
     optimizer.step(); optimizer.zero_grad(set_to_none=True)
-'''
-SPECULATORS = '''
+"""
+)
+SPECULATORS = (
+    """
 import importlib.machinery
 from unittest.mock import MagicMock
 os.environ["TORCHDYNAMO_DISABLE"] = "1"
@@ -89,7 +93,9 @@ for name in ("openai", "openai.types", "openai.types.chat", "openai.types.comple
     stand_in = MagicMock(name=name)
     stand_in.__path__, stand_in.__spec__ = [], importlib.machinery.ModuleSpec(name, None, is_package=True)
     sys.modules[name] = stand_in
-''' + INPUTS + '''
+"""
+    + INPUTS
+    + """
 from speculators.losses import resolve_loss_config
 from speculators.models.dflash import DFlashDraftModel, DFlashSpeculatorConfig
 method = {"proposal_type": "greedy", "speculative_tokens": s["block"] - 1, "verifier_accept_k": 1, "accept_tolerance": 0.0}
@@ -117,7 +123,8 @@ def step():
     loss = next(x for x in found if torch.is_tensor(x) and x.ndim == 0) if isinstance(found, tuple) else found.loss
     loss.backward()
     optimizer.step(); optimizer.zero_grad(set_to_none=True)
-'''
+"""
+)
 
 
 class Worker:
@@ -174,7 +181,9 @@ def main() -> None:
         worker.end()
     seconds = {name: statistics.median(step["seconds"] for step in steps) for name, steps in found.items()}
     growth = {name: max(step["growth"] for step in steps) for name, steps in found.items()}
-    best = {kind: min(v for n, v in figures.items() if n != "ours") for kind, figures in (("s", seconds), ("m", growth))}
+    best = {
+        kind: min(v for n, v in figures.items() if n != "ours") for kind, figures in (("s", seconds), ("m", growth))
+    }
     print(
         json.dumps(
             {

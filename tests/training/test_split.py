@@ -55,9 +55,12 @@ def furthest(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> 
     return max(float((value - theirs[name]).abs().max()) for name, value in mine.items())
 
 
-@pytest.mark.parametrize("split", ["ddp2", "ddp4", "fsdp2"])
+@pytest.mark.parametrize("split", ["ddp2", "ddp4", "fsdp2", "cut"])
 def test_losses_rates_norms_and_weights_are_those_of_one_process(runs: Runs, split: str) -> None:
-    """Clipping is active in every step. Measured: figures to 1.3e-7, weights to 5e-7 after having moved by 6e-3."""
+    """Clipping is active in every step. Measured: figures to 1.3e-7, weights to 5e-7 after having moved by 6e-3.
+
+    ``cut``: two ranks that also share the target.
+    """
     alone, parts = runs["alone"]["logged"], runs[split]["logged"]
     assert len(alone) == len(parts) == 6 and len({figures["train/lr"] for figures in alone}) == 6
     for mine, theirs in zip(alone, parts, strict=True):
@@ -76,6 +79,24 @@ def test_decoding_and_expected_tau_are_those_of_one_process(runs: Runs, split: s
         for alone, parts in zip(mine, theirs, strict=True):
             assert parts == pytest.approx(alone, rel=1e-6, nan_ok=True)
     assert all(figures["decode/identical_share"] == 1.0 for figures in runs[split]["decoding"])
+
+
+def test_ranks_that_share_a_target_decode_all_prompts_and_count_them_once(runs: Runs) -> None:
+    for alone, parts in zip(runs["alone"]["decoding"], runs["cut"]["decoding"], strict=True):
+        assert parts == pytest.approx(alone, rel=1e-6, nan_ok=True)
+    assert runs["cut"]["prompts"] == runs["alone"]["prompts"] == 3
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_target_that_is_cut_is_the_whole_one_to_rounding(runs: Runs, rank: int) -> None:
+    found = torch.load(runs.folder / f"compare-{rank}.pt", weights_only=False)
+    assert max(found["hidden"], found["last"]) < 1e-5  # each rank's batch has another shape
+    assert found["rows"] == [True, True] and found["facts"] and found["layer"] and found["answers"]
+    assert found["types"] <= {torch.Tensor, torch.nn.Parameter}
+    assert found["held"] < 0.7  # half of the layers; embedding and head whole
+    assert all(
+        "but the target is cut over ranks" in found["faults"][name] for name in ("keys", "branches", "bound layer")
+    )
 
 
 def test_each_rank_holds_its_share_and_the_checkpoint_is_that_of_one_process(runs: Runs) -> None:
