@@ -7,11 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import GPT2Config
 
 from dflash_lightning.callbacks.speculative_eval import check_lockstep
+from dflash_lightning.data import DraftData
 from dflash_lightning.decoding import DecodingSettings
 from dflash_lightning.target import load_target
-from dflash_lightning.target.parallel import plain_values
+from dflash_lightning.target.parallel import check_ranks, plain_values
+from dflash_lightning.types import FeatureSpec
 
 
 @pytest.fixture
@@ -43,11 +46,9 @@ def test_heads_must_be_shared_evenly(folder: Callable[..., str]) -> None:
 
 
 @pytest.mark.usefixtures("three_ranks")
-def test_a_family_without_a_plan_is_refused(folder: Callable[..., str]) -> None:
-    with pytest.raises(
-        ValueError, match=r"target\.tensor_parallel: transformers has no plan for cutting family 'gpt2'"
-    ):
-        load_target(folder("gpt2"), tensor_parallel=True)
+def test_a_family_without_a_plan_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"tensor_parallel: transformers has no plan for cutting family 'gpt2' \(it\)"):
+        check_ranks(GPT2Config(), "it")
 
 
 def test_other_places_and_quantisation_do_not_go_with_it(folder: Callable[..., str], monkeypatch) -> None:
@@ -69,11 +70,11 @@ def test_decoding_that_may_depend_on_time_is_refused(settings: dict) -> None:
         check_lockstep(DecodingSettings(**settings))
 
 
-def test_what_ranks_do_apart_is_refused(make_target: Callable, parts: Callable, tmp_path: Path) -> None:
+def test_what_ranks_do_apart_is_refused(make_target: Callable) -> None:
     target = make_target("llama")
     target.cut = True
     with pytest.raises(ValueError, match=r"data\.cache_features: .*but the target is cut over ranks.*Set it to null"):
-        parts[1](target, "rows.jsonl", cache_features="ram")._make_cache(None)
+        DraftData(target, train="rows.jsonl", max_length=8, cache_features="ram")._make_cache(FeatureSpec())
 
 
 def test_plain_weights_are_themselves() -> None:
