@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from dflash_lightning.model.found import find_draft
+from dflash_lightning.model.found import find_weights
 
 pytestmark = pytest.mark.slow
 
@@ -119,7 +119,7 @@ def test_sharded_runs_decode_with_the_weights_that_they_save(runs: Runs) -> None
         draft = torch.load(runs.folder / f"fsdp2-{rank}.pt", weights_only=False)["draft"]
         assert {f"model.{name}" for name in draft} == saved.keys()
         assert all(torch.equal(value, saved[f"model.{name}"]) for name, value in draft.items())
-    found = find_draft(str(runs.folder / "fsdp2" / "step6.ckpt")).state_dict()
+    found = find_weights(runs.folder / "fsdp2" / "step6.ckpt", setting="draft").model.state_dict()
     assert all(torch.equal(value, saved[f"model.{name}"]) for name, value in found.items())
 
 
