@@ -512,8 +512,10 @@ def test_two_processes_make_one_run_however_they_are_started(
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
+    exact = ["trainer.precision=32-true"]  # so that runs whose products are cut otherwise can be compared
+
     def fit(name: str, launcher: list[str], trainer: str, *more: str) -> str:
-        option = [f"trainer={trainer}", "trainer.accelerator=cpu", "trainer.devices=2", "trainer.max_epochs=2"]
+        option = [f"trainer={trainer}", "trainer.accelerator=cpu", "trainer.devices=2", "trainer.max_epochs=2", *exact]
         arguments = [*SMOKE, *option, *more, f"run_dir=runs/{name}", "trainer.enable_progress_bar=false"]
         command = [sys.executable, *launcher, "-m", "dflash_lightning", "fit", *arguments]
         run = run_group(command, env=environment, timeout=250)
@@ -555,7 +557,7 @@ def test_two_processes_make_one_run_however_they_are_started(
     )
     assert all(torch.equal(value, theirs[key]) for key, value in ours.items())
     for other in others:
-        assert all(torch.allclose(value, other[key], atol=1e-4) for key, value in ours.items())
+        assert max(float((value - other[key]).abs().max()) for key, value in ours.items()) < 1e-4
     assert main(["export", "--draft", "runs/cut", "--format", "zlab", "--out", "exported"]) == 0
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
+import os
+import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,15 +15,7 @@ from dflash_lightning.model.found import find_weights
 
 pytestmark = pytest.mark.slow
 
-HERE = Path(__file__).parent
-
-
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+SCRIPT = Path(__file__).parent / "split_run.py"
 
 
 class Runs:
@@ -40,13 +32,16 @@ class Runs:
 
 
 @pytest.fixture(scope="module")
-def runs(make_target: Any, byte_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+def runs(make_target: Any, byte_tokenizer: Any, run_group: Any, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     folder = tmp_path_factory.mktemp("split")
     make_target("llama").model.save_pretrained(folder / "target")
     byte_tokenizer.save_pretrained(folder / "target")
     texts = ("red", "a longer green", "blue")
     (folder / "prompts.jsonl").write_text("".join(json.dumps({"turns": [text]}) + "\n" for text in texts))
-    load("ranks").run_script(HERE / "split_run.py", str(folder), seconds=900)
+    done = run_group(
+        [sys.executable, str(SCRIPT), str(folder)], env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=900
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return Runs(folder)
 
 
