@@ -22,6 +22,7 @@ from dflash_lightning.files import write_atomic
 from dflash_lightning.model import DraftModel
 from dflash_lightning.module import DraftModule
 from dflash_lightning.progress import print_line
+from dflash_lightning.target.parallel import check_whole
 from dflash_lightning.types import DecodedRound
 
 Records = dict[int, tuple[DecodedRound, ...]]
@@ -33,7 +34,8 @@ class Rollout(Callback):
     Decoding is the real one, at temperature 0: the answers are the target's own whatever the drafter is worth, so they
     are those of the rows (``dflash regenerate``); where one parts from its row its rounds end. What changes from epoch
     to epoch is where rounds begin and what is rejected. The records of an epoch are written to ``rounds/`` in the run's
-    folder before it is trained on. A resumed run reads them, and one that was killed while it decoded decodes again.
+    folder before it is trained on. A resumed run reads them, and one that was killed while it decoded decodes again. A
+    run that goes on within an epoch needs them: the weights that they were decoded with are gone.
 
     Only ``block=recorded`` reads them (Draft-OPD, arXiv 2605.29343, which refreshes the drafter at every update;
     here it is stale by at most an epoch).
@@ -55,18 +57,20 @@ class Rollout(Callback):
             raise SettingError(
                 "callbacks.rollout", "these blocks read no rounds", do="Use block=recorded, or leave the callback out"
             )
-        pl_module.target.check_whole("callbacks.rollout", "one rank decodes for all", "Leave the callback out")
+        check_whole(pl_module.target.cut, "callbacks.rollout", "one rank decodes for all", "Leave the callback out")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """In the middle of an epoch: what it began with."""
-        if trainer.global_step and (place := self._place(trainer)).is_file():
-            self._hand_over(pl_module, json.loads(place.read_text(encoding="utf-8")))
+        assert isinstance(pl_module, DraftModule) and isinstance(pl_module.block, Recorded)
+        pl_module.block.records = None  # those of an earlier fit
+        if trainer.global_step and (known := _read(self._place(trainer))):
+            self._hand_over(pl_module, known)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert isinstance(pl_module, DraftModule)
         draft = pl_module.whole_draft()
         place, state = self._place(trainer), _drafter_state(draft)
-        known = json.loads(place.read_text(encoding="utf-8")) if place.is_file() else {}
+        known = _read(place)
         if known.get("drafter") != state:
             if trainer.is_global_zero:
                 records = self._decode(trainer, pl_module, draft)
@@ -74,7 +78,7 @@ class Rollout(Callback):
                 write_atomic(place, json.dumps({"drafter": state, "rounds": _plain(records)}))
                 self._say(trainer, records)
             trainer.strategy.barrier("rollout")
-            known = json.loads(place.read_text(encoding="utf-8"))
+            known = _read(place)
         if not any(known["rounds"].values()):
             raise SettingError(
                 "data.train",
@@ -83,6 +87,17 @@ class Rollout(Callback):
                 do="Give rows that this target wrote at temperature 0 (dflash regenerate)",
             )
         self._hand_over(pl_module, known)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Before a run that goes on within an epoch trains on blocks that know no rounds."""
+        assert isinstance(pl_module, DraftModule) and isinstance(pl_module.block, Recorded)
+        if pl_module.block.records is None:
+            raise SettingError(
+                "callbacks.rollout",
+                f"the run goes on within epoch {trainer.current_epoch}, but the rounds it is trained on are not in "
+                f"{self._place(trainer)}, and the drafter that decoded them is gone",
+                do="Put that file back, resume from a checkpoint of an epoch's end, or start anew with --fresh",
+            )
 
     def _hand_over(self, module: LightningModule, known: dict[str, Any]) -> None:
         assert isinstance(module, DraftModule) and isinstance(module.block, Recorded)
@@ -136,6 +151,15 @@ class Rollout(Callback):
         rounds = [one for found in records.values() for one in found]
         committed = sum(one.accepted + 1 for one in rounds) / max(1, len(rounds))
         print_line(f"rollout: {len(rounds)} rounds of {len(records)} answers, {committed:.3f} tokens committed in each")
+
+
+def _read(place: Path) -> dict[str, Any]:
+    """The records of an epoch; empty where there is no such file, or a damaged one."""
+    try:
+        known = json.loads(place.read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # of JSON or of UTF-8
+        return {}
+    return known if isinstance(known, dict) and isinstance(known.get("rounds"), dict) else {}
 
 
 def _plain(records: Records) -> dict[str, list[dict[str, Any]]]:

@@ -25,7 +25,7 @@ from dflash_lightning.decoding.metric import SpeculativeMetric
 from dflash_lightning.errors import SettingError
 from dflash_lightning.module import DraftModule
 from dflash_lightning.progress import print_line
-from dflash_lightning.target.parallel import refuse_cut
+from dflash_lightning.target.parallel import check_whole
 from dflash_lightning.target.room import check_room
 from dflash_lightning.types import Alignment
 
@@ -75,6 +75,7 @@ class SpeculativeEval(Callback):
                 f"{every_n_steps} is no period",
                 "Use 1 or more, or null for epochs",
             )
+        decoding.check_steady("callbacks.speculative_eval.decoding")
         self.prompts = prompts
         self.decoding = decoding
         self.limit = limit
@@ -250,12 +251,8 @@ def check_lockstep(decoding: DecodingSettings) -> None:
         ValueError: names the setting.
     """
     timed = [name for name in ("adaptive", "builder", "policy") if getattr(decoding, name)]
-    if timed:
-        raise refuse_cut(
-            f"decoding.{timed[0]}",
-            "what is drafted may depend on measured time, which differs between ranks",
-            do="Leave it out, or set target.tensor_parallel=false",
-        )
+    what = "what is drafted may depend on measured time, which differs between ranks"
+    check_whole(bool(timed), f"decoding.{timed[0] if timed else ''}", what)
 
 
 def _save_last(trainer: Trainer) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from dflash_lightning.device import gpu_name, num_gpus
+
 
 def machine() -> dict[str, Any]:
     """What a speed was measured on: processor, threads and, where CUDA is usable, the GPU."""
@@ -16,8 +18,8 @@ def machine() -> dict[str, Any]:
         "cpu": _cpu_name(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "gpus": torch.cuda.device_count(),
+        "gpu": gpu_name(),
+        "gpus": num_gpus(),
     }
 
 

@@ -41,7 +41,13 @@ from dflash_lightning.training.guard import (
 )
 from dflash_lightning.training.log import StepLog
 from dflash_lightning.training.optim import LengthChange, OptimSettings, gradients, length_change, set_rates
-from dflash_lightning.training.requirements import check_labels, check_signals, check_tallies, check_teacher
+from dflash_lightning.training.requirements import (
+    check_labels,
+    check_signals,
+    check_slots,
+    check_tallies,
+    check_teacher,
+)
 from dflash_lightning.training.rounds import begin_rounds, play_round
 from dflash_lightning.training.sharded import broken, clip, gathered, is_sharded, shard, total_norm
 from dflash_lightning.types import BlockLayout, FeatureSpec, SlotTotals, StepContext, TargetFeatures, TrainBatch
@@ -111,6 +117,7 @@ class DraftModule(LightningModule):
         """What ``configure_model`` does, for ``data`` (a ``DraftData`` or null); needs no trainer."""
         if self.model is None:
             check_signals(self.terms, self.plan.head)
+            check_slots(self.terms, self.plan.block)
             self.model = self.plan.make(self.target, {} if data is None else data.used_ids())
         self.model.bind(self.target)
         self._lm: LanguageHead = self.model.head_of(self.target.lm)

@@ -2,9 +2,9 @@
 
     OMP_NUM_THREADS=1 python tests/measure_ddp.py [--repeat 2] [--steps 12]
 
-A random target of a mid shape, features on the fly, every process one document per optimizer step. The processes share
-two cores with whatever else runs there, so CPU-seconds per block stand beside: their ratio says what the second process
-costs in work, the blocks per second what it brings on this machine as it was.
+A random target of a mid shape, features on the fly, every process the same number of documents per optimizer step. The
+processes share two cores with whatever else runs there, so CPU-seconds per block stand beside: their ratio says what
+the second process costs in work, the blocks per second what it brings on this machine as it was.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ AXES = ["block", "conditioning", "drafter", "head", "loss"]
 # A part may import itself and what its line names.
 _BASE = {
     *("types", "schedule", "component", "draft_config", "geometry"),
-    *("files", "progress", "lazy", "layer_ids", "errors"),
+    *("files", "progress", "lazy", "layer_ids", "errors", "device"),
 }
 _OPS = _BASE | {"ops"}
 _TARGET = _OPS | {"target"}
@@ -149,6 +149,52 @@ def test_nothing_of_our_own_is_imported_inside_a_function(path: Path) -> None:
 @pytest.mark.parametrize("path", _files(), ids=lambda p: str(p.relative_to(ROOT)))
 def test_no_file_is_longer_than_350_lines(path: Path) -> None:
     assert len(path.read_text(encoding="utf-8").splitlines()) <= 350
+
+
+KINDS = {"cpu", "cuda", "mps", "xpu", "hpu", "npu", "mtia"}
+
+
+def _device_questions(tree: ast.AST) -> list[str]:
+    """Where code asks which kind of device something is on, or names one that not every machine has."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            text = ast.unparse(node)
+            gpu = (
+                text in {f"torch.{kind}" for kind in KINDS - {"cpu"} | {"accelerator"}} or text == "torch.backends.mps"
+            )
+            if gpu or node.attr in {f"is_{kind}" for kind in KINDS}:
+                found.append((node.lineno, text))
+        elif isinstance(node, ast.Constant) and node.value in KINDS - {"cpu"}:
+            found.append((node.lineno, repr(node.value)))
+        elif isinstance(node, ast.Compare):
+            sides = [node.left, *node.comparators]
+            of_type = any(isinstance(side, ast.Attribute) and side.attr == "type" for side in sides)
+            named = {c.value for side in sides for c in ast.walk(side) if isinstance(c, ast.Constant)}
+            if of_type and named & KINDS:
+                found.append((node.lineno, ast.unparse(node)))
+    return [f"line {line}: {text}" for line, text in sorted(found)]
+
+
+def test_only_one_file_asks_which_kind_of_device_it_is() -> None:
+    """Others ask it for the ability that they need, so that tests can switch that on without such a device."""
+    found = {
+        path.relative_to(ROOT): _device_questions(ast.parse(path.read_text(encoding="utf-8"))) for path in _files()
+    }
+    own = found.pop(Path("dflash_lightning/device.py"))
+    assert len(own) > 5, "the walk found almost nothing: it tests nothing"
+    assert {path: questions for path, questions in found.items() if questions} == {}
+
+
+def test_the_walk_sees_questions_that_are_planted() -> None:
+    code = "a = x.device.type == 'cpu' or x.is_cuda\ntorch.cuda.synchronize()\nb = device.type in ('cuda', 'meta')"
+    assert _device_questions(ast.parse(code)) == [
+        "line 1: x.device.type == 'cpu'",
+        "line 1: x.is_cuda",
+        "line 2: torch.cuda",
+        "line 3: 'cuda'",
+        "line 3: device.type in ('cuda', 'meta')",
+    ]
 
 
 CORE = [

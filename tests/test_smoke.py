@@ -16,10 +16,10 @@ from dflash_lightning.commands import smoke_law
 from dflash_lightning.commands.smoke import _line, chosen, try_recipe
 from dflash_lightning.commands.smoke_law import p_value
 from dflash_lightning.commands.smoke_stages import Trial
-from dflash_lightning.commands.smoke_toy import ToyWorld
+from dflash_lightning.commands.smoke_toy import ToyWorld, toy_recipe
 from dflash_lightning.decoding import DecodingSettings
 from dflash_lightning.loss import LossTerm
-from dflash_lightning.recipe import RecipeError
+from dflash_lightning.recipe import RecipeError, list_faults, load_recipe
 from dflash_lightning.recipe.folders import recipe_names
 
 # A loss of one's own, that a test puts a fault into.
@@ -103,6 +103,12 @@ def test_a_shipped_recipe_passes_every_stage_and_leaves_nothing(one_world, capsy
     assert set(entry["refused"]) == {"hf", "zlab", "sglang", "vllm"}  # it knows a part of the vocabulary
     assert [path.name for path in tmp_path.iterdir()] == ["scratch"] and not list((tmp_path / "scratch").iterdir())
     assert torch.equal(state, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("recipe", ["dflash", "longspark", "lilicorr"])
+def test_a_recipe_of_the_bench_is_cut_down_too(world: ToyWorld, recipe: str, tmp_path: Path) -> None:
+    """Its cache of features holds layers of its own target."""
+    assert list_faults(toy_recipe(load_recipe(f"bench/{recipe}"), world, tmp_path / "run")) == []
 
 
 def test_a_refusal_is_not_cut_within_a_word() -> None:

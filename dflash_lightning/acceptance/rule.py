@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from dflash_lightning.conditioning import Conditioning
 from dflash_lightning.decoding import DecodingSettings
 from dflash_lightning.decoding.builder import DraftBuilder
 from dflash_lightning.decoding.choice import choose_strategies
@@ -16,6 +17,7 @@ from dflash_lightning.decoding.noise import Noise
 from dflash_lightning.decoding.sampling import Sampler
 from dflash_lightning.decoding.verifier import Verifier
 from dflash_lightning.errors import SettingError
+from dflash_lightning.head import DraftHead
 from dflash_lightning.model import DraftModel
 
 _INSTEAD = "Measure it by decoding (SpeculativeEval, dflash evaluate)"
@@ -35,8 +37,20 @@ class AcceptanceRule:
 
         Raises:
             ValueError: rounds depend on more than the text and the token that a round starts from: drafts in a tree or
-                judged together, a policy that cuts them, or states that a round leaves to the next one.
+                judged together, a policy that cuts them, states that a round leaves to the next one, or the clock.
         """
+        return cls.of_parts(settings, draft.head, draft.conditioning, settings.num_drafts(draft))
+
+    @classmethod
+    def of_parts(
+        cls, settings: DecodingSettings, head: DraftHead, conditioning: Conditioning, num_drafts: int
+    ) -> AcceptanceRule:
+        """The rule for a drafter of these parts, which need not be built.
+
+        Raises:
+            ValueError: see ``of``.
+        """
+        settings.check_steady("decoding")
         builder, verifier = choose_strategies(**settings.strategies, sampling=settings.sampling)
         rule = cls(builder, verifier, Sampler(settings.sampling, Noise(settings.seed)))
         probe = torch.zeros(1, 1, 2)
@@ -46,10 +60,10 @@ class AcceptanceRule:
             raise _refusal("decoding.verifier", verifier, "judges the drafts of a round together")
         if settings.policy is not None:
             raise _refusal("decoding.policy", settings.policy, "cuts drafts by what it sees of a round")
-        if not draft.head.settles(settings.num_drafts(draft)):
-            raise _refusal("head.passes", draft.head, "draws late drafts from laws after other tokens")
-        if draft.conditioning.carries:
-            raise _refusal("conditioning", draft.conditioning, "reads the drafts that the round before rejected")
+        if not head.settles(num_drafts):
+            raise _refusal("head.passes", head, "draws late drafts from laws after other tokens")
+        if conditioning.carries:
+            raise _refusal("conditioning", conditioning, "reads the drafts that the round before rejected")
         return rule
 
     def slot_law(self, logits: Float[Tensor, "B D v"], ids: Tensor | None) -> Law:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
@@ -110,17 +111,20 @@ class Measure:
 
         ``fed`` is how a method's drafter is fed: settings of ``FED``.
         """
-        cfg = load_recipe("dflash", [f"decoding={name}", "run_dir=null"])  # nothing is kept beside any run
-        node = plain_tree(cfg, [])["decoding"]
         changed = {
             "max_new_tokens": self.max_new_tokens,
             "batch_size": batch_size or self.batch_size,
             "compile": compile,
             **fed,
         }
-        settings = make({**node, **changed})
+        settings = make({**_option(name), **changed})
         assert isinstance(settings, DecodingSettings)
         return settings
+
+    def ways(self, recipe: dict[str, Any]) -> Iterator[tuple[str, DecodingSettings]]:
+        """All decodings with their settings, the drafter being fed as a resolved ``recipe`` says."""
+        for name in self.decodings:
+            yield name, self.decoding(name, fed=fed_by(recipe))
 
     def summary(self) -> dict[str, Any]:
         """All but the prompts, as plain values; ``decodings`` with their own settings, and none of a method's."""
@@ -133,6 +137,14 @@ class Measure:
             "speed": None if timing is None else {name: _plain(value) for name, value in vars(timing).items()},
             "decodings": {name: self.decoding(name).summary() for name in self.decodings},
         }
+
+
+@lru_cache(maxsize=64)
+def _option(name: str) -> dict[str, Any]:
+    """The node of an option of ``recipes/decoding``; nobody may change it."""
+    cfg = load_recipe("dflash", [f"decoding={name}", "run_dir=null"])  # nothing is kept beside any run
+    node: dict[str, Any] = plain_tree(cfg, [])["decoding"]
+    return node
 
 
 def _plain(value: Any) -> Any:

@@ -35,6 +35,8 @@ def check_layout(layout: BlockLayout, input_ids: Int[Tensor, "B S"], alignment: 
     assert bool((layout.keep[:, 1:] <= layout.keep[:, :-1]).all()), "padding blocks must come last"
     assert bool(((layout.context_end <= layout.anchors) & (layout.context_start <= layout.context_end)).all())
     assert torch.equal(layout.rows, scored.flatten().nonzero().squeeze(1)), "rows do not list the scored slots"
+    if layout.predicting is not None:
+        assert torch.equal(layout.predicting, predicts.flatten().nonzero().squeeze(1)), "not the slots that predict"
 
 
 def check_anchored(layout: BlockLayout, input_ids: Int[Tensor, "B S"], alignment: Alignment) -> None:

@@ -52,6 +52,7 @@ def merge_layouts(
         blank.streams = _merge_streams([layout for _, layout in placed], target, shape)
     blank.anchors = blank.anchors.cummax(1).values
     blank.rows = blank.scored.flatten().nonzero().squeeze(1)
+    blank.predicting = blank.predicts.flatten().nonzero().squeeze(1)
     return blank
 
 

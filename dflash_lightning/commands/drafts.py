@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 
+from dflash_lightning.device import best_device
 from dflash_lightning.files import RECIPE_FILE
 from dflash_lightning.model import DraftModel
 from dflash_lightning.model.found import find_weights
@@ -185,5 +186,5 @@ def _open(node: Any, device: str | None, dtype: str | None) -> FrozenTarget:
     if dtype is not None:
         settings["dtype"] = dtype
     if device is not None or settings.get("device_map") is None:
-        settings["device"] = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        settings["device"] = device or (best_device())
     return make_target(settings)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +14,10 @@ from torch import nn
 
 from dflash_lightning.callbacks import SpeculativeEval
 from dflash_lightning.data import DraftData
+from dflash_lightning.data.features.cache import Storage
 from dflash_lightning.data.features.products import with_products
+from dflash_lightning.data.features.served import FetchedFeatures
+from dflash_lightning.device import abilities, wait
 from dflash_lightning.model.memory import StepMemory, step_memory
 from dflash_lightning.module import DraftModule
 from dflash_lightning.progress import readable_seconds
@@ -22,7 +26,7 @@ from dflash_lightning.target import FrozenTarget
 from dflash_lightning.training.log import memory_gib
 from dflash_lightning.training.out_of_memory import explained
 from dflash_lightning.training.rounds import play_round
-from dflash_lightning.types import StepContext, TrainBatch
+from dflash_lightning.types import StepContext, TargetFeatures, TrainBatch
 
 _MOST = 4  # micro-batches measured, the first of which warms up
 _BUDGET = 10.0  # seconds after which no further one is begun
@@ -194,13 +198,13 @@ def _measure(parts: Parts, module: DraftModule, data: DraftData, steps: int, sho
     """Seconds by part; one micro-batch is enough where it is long, or where the run is ``short`` seconds of each."""
     device, begin, cpu = parts.trainer.strategy.root_device, time.monotonic(), time.process_time()
     times: list[tuple[float, float]] = []
-    target = with_products(module.target, data.feature_products, exact=module.required().last_hidden)
     plays, kept = module.draft_model.conditioning.carries, data.cache_features is not None
     reader = (with_products(module.target, data.feature_products) if kept else module.target) if plays else None
+    compute = None if plays and not kept else _features_of(module, data)
     for batch in data.first_batches(_MOST):
         batch = move_data_to_device(batch, device)
-        times.append(_time_batch(parts, module, None if plays and not kept else target, reader, batch, steps))
-        on_cpu, last = device.type == "cpu", sum(times[-1])
+        times.append(_time_batch(parts, module, compute, reader, batch, steps))
+        on_cpu, last = not abilities(device).queues, sum(times[-1])
         if time.monotonic() - begin > _BUDGET or (on_cpu and last < short):
             break
     share = (time.process_time() - cpu) / (torch.get_num_threads() * max(time.monotonic() - begin, 1e-9))
@@ -208,24 +212,34 @@ def _measure(parts: Parts, module: DraftModule, data: DraftData, steps: int, sho
     module.zero_grad(set_to_none=True)
     counted = times[1:] or times  # the first one warms up
     features, drafter = (sum(part) / len(counted) for part in zip(*counted, strict=True))
-    return Measured(features, drafter, optimizer, len(counted), busy=device.type == "cpu" and share < _BUSY)
+    return Measured(features, drafter, optimizer, len(counted), busy=on_cpu and share < _BUSY)
+
+
+def _features_of(module: DraftModule, data: DraftData) -> Callable[[TrainBatch], TargetFeatures]:
+    """What makes features of a batch as training will, or as they are made once where they are kept."""
+    spec = module.required()
+    if (served := data.features.open_servers(module.target, spec)) is not None:
+        fetched = FetchedFeatures(data.documents, Storage.of(module.target, spec, module.target.dtype), served)
+        return lambda batch: move_data_to_device(fetched.gather(move_data_to_device(batch, "cpu")), module.device)
+    target = with_products(module.target, data.feature_products, exact=spec.last_hidden)
+    return lambda batch: target.features(batch.input_ids, batch.position_ids, spec, packed=batch.packed)
 
 
 def _time_batch(
     parts: Parts,
     module: DraftModule,
-    target: FrozenTarget | None,
+    compute: Callable[[TrainBatch], TargetFeatures] | None,
     reader: FrozenTarget | None,
     batch: TrainBatch,
     steps: int,
 ) -> tuple[float, float]:
     """Seconds of the target's features, and of the drafter's forward and backward pass.
 
-    ``reader`` null plays no rounds; ``target`` null leaves the features to it.
+    ``reader`` null plays no rounds; ``compute`` null leaves the features to it.
     """
     begin = _now(batch)
-    if target is not None:
-        batch.features = target.features(batch.input_ids, batch.position_ids, module.required(), packed=batch.packed)
+    if compute is not None:
+        batch.features = compute(batch)
     middle = _now(batch)
     with parts.trainer.precision_plugin.train_step_context():
         if reader is not None:
@@ -252,6 +266,5 @@ def _time_optimizer(module: DraftModule) -> float:
 
 
 def _now(batch: TrainBatch) -> float:
-    if batch.input_ids.is_cuda:
-        torch.cuda.synchronize(batch.input_ids.device)
+    wait(batch.input_ids.device)
     return time.monotonic()

@@ -18,7 +18,7 @@ from dflash_lightning.bench.summary import one_line
 from dflash_lightning.commands.drafts import FoundDraft, check_device, find_draft
 from dflash_lightning.commands.measure_words import MeasureWords
 from dflash_lightning.commands.measured import PromptFile, check_once, load_files
-from dflash_lightning.commands.ready import open_ready
+from dflash_lightning.commands.ready import check_decoding, open_ready
 from dflash_lightning.commands.redecoded import redecoded
 from dflash_lightning.files import RECIPE_FILE, file_digest, write_atomic
 from dflash_lightning.machine import machine
@@ -157,6 +157,8 @@ def _open(
     device: str | None,
 ) -> tuple[Any, dict[str, list[list[int]]]]:
     """The target, and the ids of every domain's prompts."""
+    for _, way in settings.ways({"decoding": fed}):
+        check_decoding(draft, way, alone=True)
     places = [(file, i) for file in files.values() for i in range(len(file.prompts))]
     where = argparse.Namespace(target=None, device=device, dtype=None, other_target=False)
     target, ids = open_ready(

@@ -9,7 +9,9 @@ from typing import Any
 from dflash_lightning.commands.drafts import FoundDraft, open_target_of, open_text_of, use_draft
 from dflash_lightning.data import render_prompt
 from dflash_lightning.decoding import DecodingSettings
-from dflash_lightning.decoding.parts import check_signals
+from dflash_lightning.decoding.choice import choose_strategies
+from dflash_lightning.decoding.dual_proposer import check_pair
+from dflash_lightning.decoding.parts import check_memory, check_signals
 from dflash_lightning.recipe.arguments import by_import
 from dflash_lightning.recipe.decoding import decoding_node
 from dflash_lightning.recipe.make import make
@@ -48,7 +50,7 @@ def open_ready(
     """
     draft, *others = drafts
     for each in drafts:
-        _check_decoding(each, settings, alone=not others)
+        check_decoding(each, settings, alone=not others)
     text = open_text_of(draft, args.target)
     if text is not None:
         _check_rows(text, drafts)
@@ -59,16 +61,20 @@ def open_ready(
     return target, _ready(target.text, drafts, settings, prompts, call) if ids is None else ids
 
 
-def _check_decoding(draft: FoundDraft, settings: DecodingSettings, *, alone: bool) -> None:
+def check_decoding(draft: FoundDraft, settings: DecodingSettings, *, alone: bool) -> None:
     """What tells without the target that a drafter cannot be decoded with; with several, the message says which.
 
     Raises:
-        ValueError: the policy reads a signal that its head does not give, or not in trees; or it was trained with fewer
-            slots.
+        ValueError: policy or builder ask more of its head than it gives; it was trained with fewer slots; or it drafts
+            another number of tokens than a second drafter that the builder asks.
     """
     try:
-        check_signals(settings.strategies["policy"], settings.strategies["builder"], draft.model.head)
+        builder, verifier = choose_strategies(**settings.strategies, sampling=settings.sampling)
+        check_signals(settings.strategies["policy"], builder, draft.model.head, verifier)
+        check_memory(builder, draft.model.keeps_state)
         settings.num_drafts(draft.model)
+        if builder.second is not None:
+            check_pair(builder.second, draft.model.alignment, settings.block_size)
     except ValueError as error:
         raise error if alone else ValueError(f"{draft.source}: {error}") from None
 

@@ -102,7 +102,5 @@ def _identity(figures: dict[str, Any]) -> str:
 
 def _hardware(figures: dict[str, Any]) -> str:
     machine = figures["machine"]
-    used = (
-        machine["gpu"] if figures["device"].startswith("cuda") else f"{machine['cpu']}, threads: {machine['threads']}"
-    )
+    used = f"{machine['cpu']}, threads: {machine['threads']}" if figures["device"] == "cpu" else machine["gpu"]
     return f"{used}, {figures['dtype']}, one prompt at a time"

@@ -50,6 +50,7 @@ _INSTEAD: dict[str, Any] = {
     "data.block_bucket": 8,
     "data.rejected": None,
     "data.cache": None,
+    "data.cache_also": None,  # layers that its target has
     "data.limit": None,
     "optim.lr": 1e-2,
     "optim.warmup_steps": 2,

@@ -9,6 +9,7 @@ from dflash_lightning.lazy import lazy_names
 
 if TYPE_CHECKING:
     from dflash_lightning.data.datamodule import DraftData
+    from dflash_lightning.data.features.servers import Servers
     from dflash_lightning.data.read.conversation import ChatRenderer, UnusableRow
     from dflash_lightning.data.read.documents import DocumentMaker, RowOutcome
     from dflash_lightning.data.read.prompts import Prompt, left_out_line, load_prompts, render_prompt
@@ -28,6 +29,7 @@ _HOME = {
     "Prompt": "dflash_lightning.data.read.prompts",
     "PromptRow": "dflash_lightning.data.read.rows",
     "RowOutcome": "dflash_lightning.data.read.documents",
+    "Servers": "dflash_lightning.data.features.servers",
     "Source": "dflash_lightning.data.read.sources",
     "TextRow": "dflash_lightning.data.read.rows",
     "TokenRow": "dflash_lightning.data.read.rows",
@@ -50,6 +52,7 @@ __all__ = [
     "Prompt",
     "PromptRow",
     "RowOutcome",
+    "Servers",
     "Source",
     "TextRow",
     "TokenRow",

@@ -13,12 +13,12 @@ from dflash_lightning.block.base import BlockConstructor
 from dflash_lightning.data.batch.collate import BatchMaker, WindowItem
 from dflash_lightning.data.batch.exact_resume import ExactResume
 from dflash_lightning.data.batch.loader import PlanSampler, StatefulLoader
-from dflash_lightning.data.batch.of_trainer import accumulation, batch_limit
+from dflash_lightning.data.batch.of_trainer import accumulation, batch_limit, pinned
 from dflash_lightning.data.batch.packing import Planner, PlanSettings
-from dflash_lightning.data.features.cache import DTYPES, FeatureCache, make_in_memory
+from dflash_lightning.data.features.cache import DTYPES, FeatureCache
+from dflash_lightning.data.features.make import FeatureSettings
 from dflash_lightning.data.features.products import with_products
-from dflash_lightning.data.features.ranks import Ranks, make_on_disk
-from dflash_lightning.data.features.shards import FeatureShards
+from dflash_lightning.data.features.servers import Servers
 from dflash_lightning.data.read.conversation import Supervise
 from dflash_lightning.data.read.process import Processing, TrainingRows
 from dflash_lightning.data.read.sources import make_sources
@@ -55,8 +55,9 @@ class DraftData(LightningDataModule):
         supervise: ``"all_turns"`` or ``"last_turn"`` of a conversation.
         chat_template_kwargs: passed to the template, e.g. ``{"enable_thinking": False}``; tokenised rows need none.
             Use the same in evaluation.
+        features: servers that compute the target's features (``data=served``); null: the target itself does, here.
         cache_features: ``"ram"`` keeps the features of all documents in memory, ``"disk"`` in files that later runs and
-            other ranks share; null computes them for every batch.
+            other ranks share; null computes or fetches them for every batch.
         feature_products: what kept features are computed with: ``"bfloat16"``, ``"float32"``, null (as the target) or
             ``"auto"``: the first where this CPU measures fast, else the second (see ``data.features.products``).
         cache_dtype: of the hidden states in the cache: ``"float32"``, ``"bfloat16"`` or ``"float16"``; null keeps the
@@ -90,6 +91,7 @@ class DraftData(LightningDataModule):
         block_bucket: int = 64,
         supervise: Supervise = "all_turns",
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        features: Servers | None = None,
         cache_features: Literal["ram", "disk"] | None = None,
         cache_dtype: Literal["float32", "bfloat16", "float16"] | None = None,
         feature_products: FeatureProducts = None,
@@ -115,9 +117,7 @@ class DraftData(LightningDataModule):
         self.supervise: Supervise = supervise
         self.chat_template_kwargs = dict(chat_template_kwargs or {})
         self.cache_features = cache_features
-        self.cache_dtype = target.dtype if cache_dtype is None else DTYPES[cache_dtype]
         self.feature_products: FeatureProducts = feature_products
-        self.features_folder = features_folder
         self.num_workers = num_workers
         self.strict = strict
         self.seed = seed
@@ -126,13 +126,21 @@ class DraftData(LightningDataModule):
         check_data(
             max_length=max_length,
             row_tokens=row_tokens,
+            features=features,
             cache_features=cache_features,
             feature_products=feature_products,
             features_folder=features_folder,
             cache_also=cache_also,
         )
         also = cache_also or {}
-        self.cache_also = FeatureSpec(tuple(sorted({*(also.get("layer_ids") or ())})), bool(also.get("last_hidden")))
+        self.features = FeatureSettings(
+            cache_features,
+            target.dtype if cache_dtype is None else DTYPES[cache_dtype],
+            feature_products,
+            FeatureSpec(tuple(sorted({*(also.get("layer_ids") or ())})), bool(also.get("last_hidden"))),
+            features_folder,
+            features,
+        )
         for name in ("rows_per_batch", "token_bucket", "block_bucket"):
             if getattr(self, name) < 1:
                 raise SettingError(f"data.{name}", f"{getattr(self, name)} is not a count", "Use 1 or more")
@@ -208,9 +216,11 @@ class DraftData(LightningDataModule):
             accumulate=accumulation(self.trainer),
             limit=batch_limit(self.trainer, planner),
         )
-        if self.cache_features is not None and (self._cache is None or self._cache.asked != spec):
-            self._cache = self._make_cache(spec)
-        self._loader = StatefulLoader(self._maker(), sampler, num_workers=self.num_workers)
+        if self.features.gathered and (self._cache is None or self._cache.asked != spec):
+            rows = {"row_tokens": self.row_tokens if self.packing else None}
+            self._cache = self.features.make(self.documents, self.target, spec, self.trainer, say=self._say, **rows)
+        expect = None if self._cache is None else self._cache.expect
+        self._loader = StatefulLoader(self._maker(), sampler, num_workers=self.num_workers, expect=expect)
         if self._position is not None:
             self._loader.load_state_dict(self._position)
             self._position = None
@@ -299,21 +309,6 @@ class DraftData(LightningDataModule):
 
     # -- features -----------------------------------------------------------------------------------------------------
 
-    def _make_cache(self, asked: FeatureSpec) -> FeatureCache:
-        self.target.check_whole("data.cache_features", "every rank makes features of its own", "Set it to null")
-        spec = asked | self.cache_also
-        # Loaders are made (by ``estimated_stepping_batches`` in configure_optimizers) before the module's fit starts.
-        target = self.target if self.trainer is None else self.target.to(self.trainer.strategy.root_device)
-        target = with_products(target, self.feature_products, exact=spec.last_hidden)
-        row_tokens = self.row_tokens if self.packing and target is self.target else None
-        store, dtype = self.documents, self.cache_dtype
-        if self.cache_features == "ram":
-            return make_in_memory(
-                store, target, spec, row_tokens=row_tokens, dtype=dtype, say=self._say, progress=self._is_main
-            ).ask(asked)
-        shards = FeatureShards(store, target, spec, row_tokens=row_tokens, dtype=dtype, root=self.features_folder)
-        return make_on_disk(shards, Ranks.of(self.trainer), say=self._say).ask(asked)
-
     def leave_reading(self) -> FrozenTarget:
         """Make no features that are not kept: the module reads the texts itself, with the target that is returned.
 
@@ -328,7 +323,7 @@ class DraftData(LightningDataModule):
         """Take the features from the cache while ids are still on the CPU, so that no device sync is needed."""
         if self._cache is not None:
             batch.features = self._cache.gather(batch)
-        return batch
+        return pinned(batch, self.trainer)
 
     def on_after_batch_transfer(self, batch: TrainBatch, dataloader_idx: int) -> TrainBatch:
         """Fill ``batch.features``: from the cache, in the target's dtype, or computed unless the module does that."""
@@ -339,6 +334,11 @@ class DraftData(LightningDataModule):
         elif batch.features is not None:
             batch.features = batch.features.in_dtype(self.target.dtype)
         return batch
+
+    def teardown(self, stage: str) -> None:
+        """Fetch no more features."""
+        if self._cache is not None:
+            self._cache.close()
 
     @property
     def _is_main(self) -> bool:

@@ -16,6 +16,7 @@ def check_data(
     *,
     max_length: int,
     row_tokens: int | None,
+    features: Any,
     cache_features: str | None,
     feature_products: str | None,
     features_folder: str | None,
@@ -46,6 +47,12 @@ def check_data(
             "data.feature_products",
             "applies to features that are kept only",
             do="Remove it, or set data.cache_features=ram or disk",
+        )
+    if feature_products is not None and features is not None:
+        raise SettingError(
+            "data.feature_products",
+            "applies to features that the target computes here, but servers compute them (data.features)",
+            do="Remove it",
         )
     if features_folder is not None and cache_features != "disk":
         raise SettingError(

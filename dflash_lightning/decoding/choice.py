@@ -65,6 +65,20 @@ def choose_strategies(
     return builder, verifier
 
 
+def check_second(builder: DraftBuilder) -> None:
+    """Refuse a builder that asks a second drafter where none is named.
+
+    Raises:
+        ValueError: says how to name one.
+    """
+    if builder.lanes and builder.second is None:
+        raise SettingError(
+            "decoding.builder.second",
+            f"null, but {type(builder).__name__} asks a second drafter",
+            do="Name one: decoding.builder.second=runs/my_second_drafter",
+        )
+
+
 def check_drawn_tree(builder: DraftBuilder, sampling: SamplingSpec) -> None:
     """Refuse to draw trees at temperature 0: they would be right, but chains, which is not what was asked for.
 

@@ -8,6 +8,7 @@ import torch
 
 from dflash_lightning.decoding.policy import WidthPolicy
 from dflash_lightning.decoding.types import Draft, Round
+from dflash_lightning.device import send_list
 
 
 def cut_draft(draft: Draft, policy: WidthPolicy, where: Round, decoding: list[bool]) -> tuple[Draft, list[bool]]:
@@ -17,7 +18,7 @@ def cut_draft(draft: Draft, policy: WidthPolicy, where: Round, decoding: list[bo
     stays in any case, dead or not. Rows with ``decoding`` false have ended: they follow the widest of the others. Waits
     for the device once.
     """
-    rows = torch.tensor(decoding, device=draft.tokens.device)
+    rows = send_list(decoding, draft.tokens.device)
     width = policy.width(draft, replace(where, live=rows)).clamp_min(0)
     width = torch.where(rows, width, torch.where(rows, width, 0).amax())
     cut = draft.cut(width)

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Literal
 
 from dflash_lightning.decoding.builder import BestChain, DraftBuilder
-from dflash_lightning.decoding.choice import choose_strategies
+from dflash_lightning.decoding.choice import check_second, choose_strategies
 from dflash_lightning.decoding.cost import RoundTimer
 from dflash_lightning.decoding.draft_proposer import DraftProposer
 from dflash_lightning.decoding.dual_proposer import DualProposer, LaneProposer, find_second, members
@@ -82,7 +82,7 @@ class SpeculativeDecoder:
         self._paces: dict[int, Pace] = {}  # by the number of sequences in a batch
         with plain_mode(target.device):
             self._lanes = 0 if draft is None else builder.lanes
-            self._second = find_second(builder.second, target) if self._lanes else None
+            self._second = self._find_second(builder)
             spec = FeatureSpec() if draft is None else draft.required()
             if self._second is not None:
                 spec |= self._second.required()
@@ -104,6 +104,13 @@ class SpeculativeDecoder:
             builder, policy = copy.deepcopy((builder, policy))  # they may keep what they have seen
             self.parts = DecodeParts(adapter, self.proposer, builder, verifier, sampler, policy)
             check_compatible(self.parts)
+
+    def _find_second(self, builder: DraftBuilder) -> DraftModel | None:
+        if not self._lanes:
+            return None
+        check_second(builder)
+        assert builder.second is not None
+        return find_second(builder.second, self.target)
 
     def _make_proposer(self) -> Proposer:
         if self._draft is None:

@@ -17,6 +17,7 @@ from dflash_lightning.decoding.compiled import CANNOT_COMPILE, GraphCounter, war
 from dflash_lightning.decoding.head import DecodingHead
 from dflash_lightning.decoding.proposer import Proposer
 from dflash_lightning.decoding.types import Round, Verdict
+from dflash_lightning.device import wait
 from dflash_lightning.errors import SettingError
 from dflash_lightning.model import DraftModel
 from dflash_lightning.ops.row_product import RowProduct, can_multiply
@@ -64,6 +65,7 @@ class DraftProposer(Proposer):
         self.block_size = draft.config.block_size if block_size is None else block_size
         self.num_drafts = num_drafts(draft, block_size, untrained_slots=untrained_slots)
         self.signals, self.signals_in_turn = draft.head.signals, draft.head.signals_in_turn
+        self.keeps_state = draft.keeps_state
         self.graphs = GraphCounter()
         self.compiled = compile
         self.weights = decode_copy(draft, target)
@@ -150,8 +152,7 @@ class DraftProposer(Proposer):
         for _ in range(3):
             begin = time.perf_counter()
             self._step(self.slots, self.round_rows, self.keep)
-            if self.target.device.type == "cuda":
-                torch.cuda.synchronize(self.target.device)
+            wait(self.target.device)
             spent.append(time.perf_counter() - begin)
         return min(spent)
 

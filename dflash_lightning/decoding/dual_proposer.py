@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,23 +15,47 @@ from dflash_lightning.decoding.proposer import Proposer
 from dflash_lightning.decoding.types import Round, Verdict
 from dflash_lightning.errors import SettingError
 from dflash_lightning.model import DraftModel
-from dflash_lightning.model.found import find_weights
+from dflash_lightning.model.found import find_draft_config, find_weights
 from dflash_lightning.target import FrozenTarget
-from dflash_lightning.types import FeatureSpec, Scores, TargetFeatures
+from dflash_lightning.types import Alignment, FeatureSpec, Scores, TargetFeatures
 
 _SECOND = "decoding.builder.second"
 
 
-def find_second(path: str | None, target: FrozenTarget) -> DraftModel:
+def check_pair(path: str, first: Alignment, block_size: int | None) -> None:
+    """What tells before any weight is read that a second drafter cannot go with a first one of these blocks.
+
+    ``block_size`` is how many slots both are fed, null: all they have. One on the hub is read with its weights.
+
+    Raises:
+        ValueError: there is none, or it drafts another number of tokens.
+    """
+    theirs = find_draft_config(path, setting=_SECOND)
+    if theirs is not None:
+        fed = [one if block_size is None else replace(one, block_size=block_size) for one in (first, theirs.alignment)]
+        check_lengths(*(alignment.num_drafts for alignment in fed))
+
+
+def check_lengths(first: int, second: int) -> None:
+    """Refuse two drafters that do not draft equally many tokens per round.
+
+    Raises:
+        ValueError: they do not.
+    """
+    if first != second:
+        raise SettingError(
+            _SECOND,
+            f"it drafts {second} tokens per round, the first drafter {first}",
+            do="Use two of one length, or a decoding.block_size that both can be fed",
+        )
+
+
+def find_second(path: str, target: FrozenTarget) -> DraftModel:
     """The second drafter, which must be made for the target that is decoded.
 
     Raises:
-        ValueError: none is named or found, it is of another target, or it drafts token by token.
+        ValueError: none is found, it is of another target, or it drafts token by token.
     """
-    if path is None:
-        raise SettingError(
-            _SECOND, "null, but this builder asks a second drafter", do=f"Name one: {_SECOND}=runs/my_second_drafter"
-        )
     draft = find_weights(path, setting=_SECOND).model
     try:
         target.check_draft(draft.config)
@@ -90,15 +114,11 @@ class DualProposer(Proposer):
     """
 
     def __init__(self, first: DraftProposer, second: LaneProposer) -> None:
-        if first.num_drafts != second.num_drafts:
-            raise SettingError(
-                _SECOND,
-                f"it drafts {second.num_drafts} tokens per round, the first drafter {first.num_drafts}",
-                do="Use two of one length, or a decoding.block_size that both can be fed",
-            )
+        check_lengths(first.num_drafts, second.num_drafts)
         self.first, self.second = first, second
         self.num_drafts = first.num_drafts
         self.signals, self.signals_in_turn = first.signals, first.signals_in_turn
+        self.keeps_state = first.keeps_state
 
     @property
     def compiled(self) -> bool:  # type: ignore[override]
@@ -113,7 +133,7 @@ class DualProposer(Proposer):
         self.second.start(features, lengths, roots)
 
     def propose(self, roots: Int[Tensor, " B"], where: Round) -> Scores:
-        return dataclasses.replace(self.first.propose(roots, where), redraft=partial(self.second.redraft, roots))
+        return replace(self.first.propose(roots, where), redraft=partial(self.second.redraft, roots))
 
     def ingest(self, features: TargetFeatures, keep: Int[Tensor, " B"], verdict: Verdict) -> None:
         self.first.ingest(features, keep, verdict)

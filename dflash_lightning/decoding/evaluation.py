@@ -127,7 +127,7 @@ class Evaluation:
         histogram = "  ".join(
             f"{n}{'*' if n == stats.num_drafts else ''}:{count}" for n, count in enumerate(stats.histogram)
         )
-        short = stats.rounds - sum(stats.histogram)
+        short = stats.rounds - stats.plain_rounds - sum(stats.histogram)
         cut = f"; not of the {short} rounds with room for fewer drafts" if short else ""
         together = "" if self.batch_size == 1 else f"  (of {self.batch_size} prompts together)"
         lines = [

@@ -10,6 +10,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from dflash_lightning.device import abilities
+
 _NUCLEUS = 1024  # candidates among which a nucleus is looked for before the whole vocabulary is sorted
 
 
@@ -64,7 +66,7 @@ def first_argmax(scores: Float[Tensor, "*rows V"]) -> Int[Tensor, "*rows"]:
     In two steps where the width allows it: the maximum of every run of 64, then the first run that has the row's. On a
     CPU torch's ``argmax`` is not vectorised, and ten times slower over a whole vocabulary.
     """
-    if scores.device.type != "cpu" or scores.shape[-1] % 64:
+    if not abilities(scores.device).own_kernels or scores.shape[-1] % 64:
         return scores.argmax(-1)
     runs = scores.unflatten(-1, (-1, 64))
     best = runs.amax(-1).argmax(-1)
@@ -91,7 +93,7 @@ def truncated_law(scores: Float[Tensor, "*rows V"], top_k: int | None, top_p: fl
         return Law(mass if top_p is None else _cut(mass, top_p), ids)
     if top_p is None:
         return Law(scores.softmax(-1))
-    if scores.shape[-1] > _NUCLEUS:
+    if scores.shape[-1] > _NUCLEUS and not abilities(scores.device).queues:  # whether it is enough must be read
         values, ids = highest(scores, _NUCLEUS)
         mass = (values - scores.logsumexp(-1, keepdim=True)).exp()
         if bool((mass[..., :-1].sum(-1) >= top_p).all()):
@@ -112,7 +114,8 @@ def highest(
     """Values and ids of exactly the ``count`` best of each row, in falling order, ties by lowest id."""
     values, ids = scores.topk(count)
     last = values[..., -1:]
-    if int((scores >= last).sum()) > ids.numel():  # ties across the border, of which topk took any
+    # Ties across the border, of which topk took any. Where a look for them would wait, there may be some.
+    if abilities(scores.device).queues or int((scores >= last).sum()) > ids.numel():
         tied = scores == last
         keep = (scores > last) | (tied & (tied.cumsum(-1) <= count - (scores > last).sum(-1, keepdim=True)))
         ids = scores.masked_fill(~keep, -torch.inf).topk(count).indices

@@ -16,6 +16,7 @@ from dflash_lightning.decoding.parts import DecodeParts
 from dflash_lightning.decoding.stats import DecodeStats, StageClock
 from dflash_lightning.decoding.types import Draft, Generation, Round
 from dflash_lightning.decoding.verifier import MatchVerifier
+from dflash_lightning.device import abilities, send, send_list
 
 # Called with (request id, new tokens, whether each was drafted) for the first token and after every round.
 OnRound = Callable[[int, list[int], list[bool]], None]
@@ -49,7 +50,7 @@ def decode_batch(
     book = _Book([Generation(request, [], [], []) for request in requests], max_new_tokens, stop_ids, on_round)
     clock = StageClock(stats)
     logits, features, lengths = parts.target.prefill(list(prompts))
-    ids = torch.tensor(list(requests), device=lengths.device)
+    ids = send_list(list(requests), lengths.device)
     roots = parts.sampler.choose(logits[:, None], ids, lengths[:, None])[:, 0]
     book.first(roots.tolist())
     parts.proposer.start(features, lengths, roots)
@@ -65,6 +66,8 @@ def decode_batch(
         if drafting:
             scores = parts.proposer.propose(roots, where)
             draft = parts.builder.build(roots, scores, where, parts.sampler)
+            if draft.parents is not None and abilities(roots.device).queues:
+                draft.height = parts.proposer.num_drafts
             if parts.policy is not None:
                 draft.signals = {**scores.signals, **draft.signals}
                 draft, narrowed = cut_draft(draft, parts.policy, where, book.live)
@@ -79,15 +82,17 @@ def decode_batch(
         clock.ends("verify")
         keep = torch.tensor([len(row.tokens) * live for row, live in zip(outcomes, book.live, strict=True)])
         if verdict.path is None:
-            verdict.rejected = torch.tensor([row.rejected * on for row, on in zip(outcomes, book.live, strict=True)])
-        features = parts.target.commit(verdict.path, keep).with_next(keep, roots)
-        lengths = lengths + keep.to(lengths.device)
+            rejected = [row.rejected * live for row, live in zip(outcomes, book.live, strict=True)]
+            verdict.rejected = send_list(rejected, lengths.device)
+        kept = send(keep, lengths.device)
+        features = parts.target.commit(verdict.path, keep).with_next(kept, roots)
+        lengths = lengths + kept
         if drafting:
-            parts.proposer.ingest(features, keep, verdict)
+            parts.proposer.ingest(features, kept, verdict)
             if parts.policy is not None:
                 parts.policy.observe(draft, verdict, logits)
         else:
-            parts.proposer.skip(features, keep)
+            parts.proposer.skip(features, kept)
         clock.ends("commit")
         if pace is not None:
             pace.observe(tokens=sum(keep.tolist()) / sum(book.live), seconds=clock.last[0] - begin)

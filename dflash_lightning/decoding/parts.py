@@ -9,6 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from dflash_lightning.decoding.builder import DraftBuilder
+from dflash_lightning.decoding.builder.base import needs_paths
 from dflash_lightning.decoding.policy import WidthPolicy
 from dflash_lightning.decoding.proposer import Proposer
 from dflash_lightning.decoding.sampling import Sampler
@@ -71,11 +72,12 @@ def check_compatible(parts: DecodeParts) -> None:
     """Refuse parts that would decode something else than the target's own text; called once, before decoding.
 
     Raises:
-        ValueError: see ``check_strategies`` and ``check_signals``; or the target cannot judge trees.
+        ValueError: see ``check_strategies``, ``check_memory`` and ``check_signals``; or the target cannot judge trees.
     """
     if not parts.proposer.num_drafts:
         return
     check_strategies(parts.builder, parts.verifier, parts.policy)
+    check_memory(parts.builder, parts.proposer.keeps_state)
     check_signals(parts.policy, parts.builder, parts.proposer, parts.verifier)
     if parts.builder.trees:
         parts.target.check_trees()
@@ -109,6 +111,16 @@ def check_strategies(builder: DraftBuilder, verifier: Verifier, policy: WidthPol
             "output would not be distributed as the target's",
             "Use a policy that sees past rounds or laws, or the match verifier (decoding.verifier=match)",
         )
+
+
+def check_memory(builder: DraftBuilder | None, keeps_state: bool) -> None:
+    """Refuse a builder that asks for laws after single tokens where the drafter knows more of a path than its last one.
+
+    Raises:
+        ValueError: says which builders and heads there are instead.
+    """
+    if builder is not None and builder.single_tokens and keeps_state:
+        raise needs_paths(type(builder).__name__)
 
 
 @runtime_checkable

@@ -43,7 +43,7 @@ def tree_verdict(draft: Draft, stands: Bool[Tensor, "B N"]) -> Verdict:
     depth = draft.depth
     index = torch.arange(depth.shape[1], device=depth.device).expand_as(depth)
     accepted = torch.where(stands, depth, 0).amax(1)
-    deepest = int(depth.max())  # of the draft: known before it was judged, so this waits for little
+    deepest = int(depth.max()) if draft.height is None else draft.height
     # Nodes that do not stand are written to the root's place, as the root.
     path = depth.new_zeros(len(depth), deepest + 1)
     path = path.scatter(1, torch.where(stands, depth, 0), torch.where(stands, index, 0))

@@ -16,13 +16,15 @@ class Proposer(ABC):
     """Drafts ``num_drafts`` tokens after each root. It always drafts them all: shapes are static, cuts come later.
 
     Called by the loop under no_grad: ``start`` once per batch, then ``propose`` and ``ingest`` in turn. ``signals``
-    names what its scores offer to policies, and ``signals_in_turn`` says that only their ``step`` does.
+    names what its scores offer to policies, and ``signals_in_turn`` says that only their ``step`` does. ``keeps_state``
+    says that this ``step`` keeps a state along a path.
     """
 
     num_drafts: int
     compiled: bool = False
     signals: tuple[str, ...] = ()
     signals_in_turn: bool = False
+    keeps_state: bool = False
 
     def required(self) -> FeatureSpec:
         """Target features that ``start`` and ``ingest`` read."""

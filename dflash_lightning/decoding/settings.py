@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from dflash_lightning.component import Component
 from dflash_lightning.decoding.builder import DraftBuilder
-from dflash_lightning.decoding.choice import check_drawn_tree, choose_strategies, named_part
+from dflash_lightning.decoding.choice import check_drawn_tree, check_second, choose_strategies, named_part
 from dflash_lightning.decoding.decoder import SpeculativeDecoder
 from dflash_lightning.decoding.draft_proposer import num_drafts
 from dflash_lightning.decoding.policy import WidthPolicy
@@ -80,6 +80,7 @@ class DecodingSettings:
             object.__setattr__(self, name, named_part(name, getattr(self, name)))
         builder, _ = choose_strategies(**self.strategies, sampling=sampling)
         check_drawn_tree(builder, sampling)
+        check_second(builder)
 
     @property
     def sampling(self) -> SamplingSpec:
@@ -104,6 +105,19 @@ class DecodingSettings:
             ValueError: ``block_size`` is more than the drafter was trained with, and ``untrained_slots`` is false.
         """
         return num_drafts(draft, self.block_size, untrained_slots=self.untrained_slots)
+
+    def check_steady(self, where: str) -> None:
+        """Refuse ``adaptive`` where rounds are counted to follow a drafter: the clock says which of them draft.
+
+        Raises:
+            ValueError: ``where`` is the key that these settings stand under.
+        """
+        if self.adaptive:
+            raise SettingError(
+                f"{where}.adaptive",
+                "true lets the clock choose the rounds that draft, so that tau would not tell what drafts are worth",
+                do="Set it to false here, and to true where you decode (dflash generate, dflash evaluate)",
+            )
 
     def summary(self) -> dict[str, Any]:
         """The settings as plain values, for reports; a component is its class path and settings."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -11,6 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from dflash_lightning.decoding.types import Generation
+from dflash_lightning.device import Mark, gpu_mark
 from dflash_lightning.ops.clock import now
 
 STAGES = ("prefill", "draft", "verify", "commit", "host", "total")  # host: counting, cutting, telling the listener
@@ -273,23 +275,35 @@ _COUNTS = tuple(f.name for f in fields(DecodeStats) if f.type == "int" and f.nam
 
 
 class StageClock:
-    """Adds wall and CPU seconds to stages as they end. Waits for the device, so that a stage's time is its own."""
+    """Adds wall and CPU seconds to stages as they end; made once per batch, and waits for a GPU at its end alone.
+
+    On a GPU the wall time of a stage is read afterwards from marks in the GPU's queue. To wait at the end of every
+    stage would keep the program from giving the GPU the next stage's work while it does this one's.
+    """
 
     def __init__(self, stats: DecodeStats) -> None:
         self.stats = stats
         self.begin = self.last = now()
-
-    def _add(self, stage: str, since: tuple[float, float], until: tuple[float, float]) -> None:
-        index = STAGES.index(stage)
-        self.stats.seconds[index] += until[0] - since[0]
-        self.stats.cpu_seconds[index] += until[1] - since[1]
+        self._mark, self._ended = gpu_mark(), list[tuple[str, Mark]]()
 
     def ends(self, stage: str) -> None:
         """The time since the last end belongs to ``stage``."""
-        reading = now()
-        self._add(stage, self.last, reading)
-        self.last = reading
+        index, mark = STAGES.index(stage), gpu_mark()
+        if mark is not None:
+            self._ended.append((stage, mark))
+        wall, cpu = time.perf_counter(), time.process_time()
+        if self._mark is None:
+            self.stats.seconds[index] += wall - self.last[0]
+        self.stats.cpu_seconds[index] += cpu - self.last[1]
+        self.last = wall, cpu
 
     def stop(self) -> None:
         """The whole time since the clock was made is ``total``."""
-        self._add("total", self.begin, now())
+        wall, cpu = now()
+        index = STAGES.index("total")
+        self.stats.seconds[index] += wall - self.begin[0]
+        self.stats.cpu_seconds[index] += cpu - self.begin[1]
+        if (before := self._mark) is not None:
+            for stage, mark in self._ended:
+                self.stats.seconds[STAGES.index(stage)] += before.elapsed_time(mark) / 1000
+                before = mark

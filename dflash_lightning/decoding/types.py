@@ -44,6 +44,9 @@ class Draft:
     - ``noise``: with the target's own keyed noise, which the target will choose with again;
     - ``sampled``: from ``law``. Row ``law_row[b, k]`` of ``law`` is then exactly the warped law that the children of
       node ``k`` were drawn from, one after another without replacement. ``law_row`` null means the depth of the node.
+
+    No node is deeper than ``height``, where that is stated; the loop states it where counting would have to wait for
+    the device.
     """
 
     tokens: Int[Tensor, "B N"]
@@ -52,6 +55,7 @@ class Draft:
     live: Bool[Tensor, "B N"] | None = None
     law: Law | None = None
     law_row: Int[Tensor, "B N"] | None = None
+    height: int | None = None
     signals: dict[str, Tensor] = field(default_factory=dict)
 
     @property

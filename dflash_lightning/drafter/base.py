@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from dflash_lightning.component import Component
 from dflash_lightning.draft_config import DraftConfig
+from dflash_lightning.errors import SettingError
 from dflash_lightning.geometry import LayerGeometry
 from dflash_lightning.ops.context import ContextState
 from dflash_lightning.target import FrozenTarget
@@ -37,6 +38,13 @@ class Drafter(Component, nn.Module, ABC, axis=True):
     @abstractmethod
     def build(self, config: DraftConfig) -> None:
         """Make the weights."""
+
+    def check_slots(self, num_slots: int) -> None:
+        """Refuse settings that mean nothing in blocks of at most so many slots; by default there are none.
+
+        Raises:
+            ValueError: names the setting.
+        """
 
     def bind(self, target: FrozenTarget) -> None:
         """Take what this backbone runs of the target itself; called wherever a drafter meets its target.
@@ -72,3 +80,17 @@ class Drafter(Component, nn.Module, ABC, axis=True):
 
     def warm_start(self, layers: list[Mapping[str, Tensor]]) -> None:
         """Copy weights from the target's decoder layers ``layers`` (state dicts, one per draft layer)."""
+
+
+def check_kernel(setting: str, kernel: int, num_slots: int) -> None:
+    """Refuse a convolution over more slots than a block has: its weights behind would never be used.
+
+    Raises:
+        ValueError: it reads more.
+    """
+    if kernel > num_slots:
+        raise SettingError(
+            setting,
+            f"{kernel} slots are read at once, but a block has {num_slots}",
+            f"Use a number from 1 to {num_slots}",
+        )

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dflash_lightning.errors import SettingError
 from dflash_lightning.target import FrozenTarget
+from dflash_lightning.target.parallel import check_whole
 
 _TAKES = ("attention_mask", "position_ids", "position_embeddings")  # what the forward of a layer must know
 
@@ -21,12 +22,12 @@ class BoundLayer:
     A plain object, so that a module which holds it does not own the weights. A deep copy is the same object.
 
     Raises:
-        ValueError: the family's layers cannot be run alone, or its attention takes no masks.
+        ValueError: the family's layers cannot be run alone, its attention takes no masks, or they were not read.
     """
 
     def __init__(self, target: FrozenTarget, index: int) -> None:
-        target.check_whole("drafter", "it runs layers of the target on blocks of each rank's own")
-        self.layer: Any = target.anatomy.layers[index]
+        check_whole(target.cut, "drafter", "it runs layers of the target on blocks of each rank's own")
+        self.layer: Any = target.layer(index)
         self.rotary: Any = getattr(target.anatomy.decoder, "rotary_emb", None)
         self._check(target)
 

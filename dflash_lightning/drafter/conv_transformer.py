@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from dflash_lightning.draft_config import DraftConfig
+from dflash_lightning.drafter.base import check_kernel
 from dflash_lightning.drafter.block_transformer import BlockTransformer
 from dflash_lightning.drafter.conv_layer import ConvLayer
 from dflash_lightning.drafter.layer import DraftLayer
@@ -65,6 +66,9 @@ class ConvTransformer(BlockTransformer):
         self.kernel_size = kernel_size
         self.group_size = group_size
         self.projection_std = projection_std
+
+    def check_slots(self, num_slots: int) -> None:
+        check_kernel("drafter.kernel_size", self.kernel_size, num_slots)
 
     def build(self, config: DraftConfig) -> None:
         if config.hidden_size % self.group_size:

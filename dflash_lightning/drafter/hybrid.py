@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from dflash_lightning.draft_config import DraftConfig
-from dflash_lightning.drafter.base import Drafter
+from dflash_lightning.drafter.base import Drafter, check_kernel
 from dflash_lightning.drafter.layer import BlockSelfAttention, SwiGLU
 from dflash_lightning.drafter.state_layer import StateLayer, StateShape
 from dflash_lightning.drafter.warm_start import check_source
@@ -86,6 +86,9 @@ class HybridDrafter(Drafter):
         self.qk_norm_gain = qk_norm_gain
         self.init_std = init_std
         self._shape = StateShape(state_heads, state_head_dim, state_states, state_groups, state_kernel)
+
+    def check_slots(self, num_slots: int) -> None:
+        check_kernel("drafter.state_kernel", self.state_kernel, num_slots)
 
     def geometry(self, facts: TargetFacts) -> LayerGeometry:
         if self.init_from_target:

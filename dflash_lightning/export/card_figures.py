@@ -80,7 +80,7 @@ def _settings(report: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 
 def _how(report: Mapping[str, Any]) -> str:
-    where = report["machine"]["gpu"] if report["device"].startswith("cuda") else report["machine"]["cpu"]
+    where = report["machine"]["cpu" if report["device"] == "cpu" else "gpu"]
     return (
         f"By dflash-lightning's own loop, with the drafter before it was rounded, on {where}, {report['dtype']}; times "
         "are of one prompt at a time."

@@ -34,6 +34,9 @@ class DraftHead(Component, nn.Module, ABC, axis=True):
     first slots are the same whether or not later ones are asked for, given the same hidden states. Of a head without it
     a shorter block is another law: what is not wanted of a draft must be cut after the head has seen all of it.
 
+    ``keeps_state`` says that ``Scores.step`` keeps a state from token to token: a law depends on the whole path, not on
+    the token before alone.
+
     ``needs`` names what it reads of the context besides hidden states (see ``Conditioning.provides``): ``beside`` takes
     it. ``chooses`` says that it gives ``HeadOutput.candidates``. ``most_drafts`` are the drafts per block that it has
     weights for, null: any number.
@@ -49,6 +52,7 @@ class DraftHead(Component, nn.Module, ABC, axis=True):
     needs: ClassVar[frozenset[str]] = frozenset()
     chooses: ClassVar[bool] = False
     most_drafts: int | None = None
+    keeps_state: bool = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -62,6 +66,13 @@ class DraftHead(Component, nn.Module, ABC, axis=True):
     @abstractmethod
     def build(self, config: DraftConfig) -> None:
         """Make the weights, if there are any."""
+
+    def check_drafts(self, num_drafts: int) -> None:
+        """Refuse settings that mean nothing in blocks of so many drafts; by default there are none. Before training.
+
+        Raises:
+            ValueError: names the setting.
+        """
 
     def required(self) -> FeatureSpec:
         """Target features that ``outputs`` reads besides the hidden states it is given."""

@@ -58,6 +58,11 @@ class EdgeHead(DraftHead):
     def build(self, config: DraftConfig) -> None:
         if config.vocab_size is None:
             raise ValueError("vocab_size: the drafter's config states none, but its head has a row for every token.")
+        columns = config.draft_vocab_size or config.vocab_size
+        if columns < self.candidates:
+            raise SettingError(
+                "head.candidates", f"{self.candidates} of {columns} tokens that the drafter knows", "Use fewer"
+            )
         self.parent = nn.Embedding(config.vocab_size, self.rank)
         self.child = nn.Embedding(config.vocab_size, self.rank)
         self.depth = nn.Embedding(config.block_size, self.rank)
@@ -109,7 +114,7 @@ class EdgeHead(DraftHead):
         rate: Callable[[Tensor], Tensor],
     ) -> Float[Tensor, "*rows V"]:
         """The logits with a rating added at the candidates; ``context`` is known of the parent and of the depth."""
-        values, places = logits.topk(min(self.candidates, logits.shape[-1]))
+        values, places = logits.topk(self.candidates)
         log_probs = logits.float().log_softmax(-1)
         entropy = -(log_probs.exp() * log_probs).sum(-1, keepdim=True)
         tokens = places if lm.ids is None else lm.ids[places]

@@ -67,6 +67,7 @@ class ExpertsHead(DraftHead):
         self.alpha = float(alpha)
         self.beta = float(beta)
         self.init_std = init_std
+        self.keeps_state = expert == "gru"
 
     def build(self, config: DraftConfig) -> None:
         tokens, columns = num_columns(config)

@@ -36,6 +36,7 @@ class LatentHead(DraftHead):
 
     name: ClassVar[str] = "latent"
     initial: ClassVar[frozenset[str]] = frozenset({"init_std"})
+    keeps_state = True
 
     def __init__(
         self,

@@ -106,7 +106,9 @@ class LatticeHead(DraftHead):
     def outputs(self, hidden: Float[Tensor, "B N r H"], layout: BlockLayout, lm: LanguageHead) -> HeadOutput:
         slots, boundary = hidden[:, :, :-1], hidden[:, :, -1]
         # All that predict, labelled or not: a slot's law depends on the candidates of all others.
-        rows = layout.predicts.flatten().nonzero().squeeze(1)
+        rows = layout.predicting
+        if rows is None:
+            rows = layout.predicts.flatten().nonzero().squeeze(1)
         base = View.of(slots, rows, lm)
         found = likeliest(base, layout.labels, self.candidates)
         drafts = slots.shape[2] - 1

@@ -64,6 +64,7 @@ class MarkovHead(DraftHead):
         self.detach_confidence = detach_confidence
         self.init_std = init_std
         self.signals = (CONFIDENCE,) if confidence else ()
+        self.keeps_state = variant == "recurrent"
 
     def build(self, config: DraftConfig) -> None:
         if config.vocab_size is None:

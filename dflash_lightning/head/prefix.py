@@ -34,6 +34,7 @@ class PrefixHead(DraftHead):
 
     name: ClassVar[str] = "prefix"
     initial: ClassVar[frozenset[str]] = frozenset({"init_std"})
+    keeps_state = True
     distributions = ("main", "base")
 
     def __init__(
@@ -54,6 +55,14 @@ class PrefixHead(DraftHead):
         self.rank = rank
         self.pure_slots = pure_slots
         self.init_std = init_std
+
+    def check_drafts(self, num_drafts: int) -> None:
+        if self.pure_slots >= num_drafts:
+            raise SettingError(
+                "head.pure_slots",
+                f"{self.pure_slots} leaves none of {num_drafts} drafts to correct, so the head would not be trained",
+                f"Use a number from 0 to {num_drafts - 1} (Domino: 1), or longer blocks (block.block_size)",
+            )
 
     def build(self, config: DraftConfig) -> None:
         _, columns = num_columns(config)

@@ -43,6 +43,7 @@ class RefinerHead(DraftHead):
     name: ClassVar[str] = "refiner"
     initial: ClassVar[frozenset[str]] = frozenset({"init_std", "zero_readout", "rounds"})
     prefix_stable: ClassVar[bool] = False  # the mean is over all slots that are asked for
+    keeps_state = True
 
     def __init__(
         self,

@@ -56,6 +56,13 @@ class LossTerm(Component, ABC, axis=True):
         """Weight of the term at this step; a term that weighs 0 is still evaluated (DDP wants every parameter)."""
         return self.coefficient
 
+    def check_drafts(self, num_drafts: int) -> None:
+        """Refuse settings that mean nothing in blocks of at most so many drafts; by default there are none.
+
+        Raises:
+            ValueError: names the setting, as ``loss.SETTING``.
+        """
+
     def viewed(self) -> tuple[str, ...]:
         """Names of the head's distributions that the term scores."""
         return (self.view,)

@@ -54,7 +54,7 @@ class ClippedReverseKL(WeightedLoss):
         losses = super().per_slot(out, layout, teacher)
         if self.clip is None:
             return losses
-        cap = torch.tensor(self.clip, device=losses.device)
+        cap = torch.full((), self.clip, device=losses.device)
         if self.per_batch:
             counted = self.counted(layout)
             cap = cap * torch.where(counted, self.weights(out, layout, teacher), 0.0).sum()

@@ -43,6 +43,14 @@ class SteppedCrossEntropy(WeightedLoss):
         self.trained = trained
         self.factor = float(factor)
 
+    def check_drafts(self, num_drafts: int) -> None:
+        if self.trained > num_drafts:
+            raise SettingError(
+                "loss.trained",
+                f"{self.trained}, but a block never has more than {num_drafts} drafts: factor would be ignored",
+                f"Use a number from 0 to {num_drafts}: the drafts that a block had before it grew",
+            )
+
     def by_order(self, count: int, device: torch.device | None = None) -> Float[Tensor, " Kp"]:
         """What the first ``count`` drafts weigh."""
         return torch.where(torch.arange(count, device=device) < self.trained, 1.0, self.factor)

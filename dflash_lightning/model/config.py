@@ -128,11 +128,11 @@ def _provided(part: type[Component]) -> frozenset[str]:
 
 
 def identify(facts: TargetFacts) -> dict[str, Any]:
-    """``DraftConfig.target``: which model a drafter was made for."""
+    """``DraftConfig.target``: which model a drafter was made for; a null digest says that nobody knows its weights."""
     return {
         "name": facts.name,
         "revision": facts.revision,
-        "digest": facts.digest,
+        "digest": facts.digest or None,
         "model_type": facts.model_type,
         "vocab_size": facts.vocab_size,
         "embedding_scale": facts.embedding_scale,

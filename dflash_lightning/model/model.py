@@ -165,6 +165,11 @@ class DraftModel(PreTrainedModel):
         return self._with_rows_beside(self.drafter(slots, places, context), context)
 
     @property
+    def keeps_state(self) -> bool:
+        """Whether the law of a draft depends on the path before it, beyond its last token."""
+        return self.head.keeps_state or self.sequential
+
+    @property
     def sequential(self) -> bool:
         """Whether blocks are drafted token by token, by ``open_in_turn``."""
         return isinstance(self.drafter, SequentialDrafter)

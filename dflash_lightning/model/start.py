@@ -25,7 +25,7 @@ from dflash_lightning.model.origin import Origin
 from dflash_lightning.progress import say
 from dflash_lightning.target import FrozenTarget, check_layer_ids, check_mask_token_id, choose_mask_token_id
 from dflash_lightning.target.mask_token import UsedIds, check_mask_row
-from dflash_lightning.types import TargetFacts
+from dflash_lightning.types import Alignment, FeatureSpec, TargetFacts
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,12 @@ class DraftPlan:
         Raises:
             ValueError: the drafter reads what the conditioning does not offer, or is fed otherwise in decoding than
                 by these blocks; the head does not suit the drafter, or cannot learn the labels of these blocks; rounds
-                are to be played with blocks that cannot be moved; or ``init_from.change`` names no setting.
+                are to be played with blocks that cannot be moved; a setting of drafter or head means nothing in blocks
+                of this size; or ``init_from.change`` names no setting.
         """
         check_parts(self.block, self.conditioning, self.drafter, self.head)
+        self.drafter.check_slots(self.block.largest_size)
+        self.head.check_drafts(Alignment(self.block.block_size, 0, self.block.label_layout).num_drafts)
         if self.block.label_layout not in self.head.label_layouts:
             raise SettingError(
                 "block.label_layout",
@@ -99,6 +102,8 @@ class DraftPlan:
         check_mask_token_id(mask_token_id, target, used_ids)
         size = None if vocabulary is None else len(vocabulary)
         config = self._config(target.facts, mask_token_id, size, None if theirs is None else theirs.config)
+        if not target.has_layers:  # without a digest, rows tell the target from another one
+            config.target = {**config.target, "rows": target.sampled_rows()}
         if theirs is not None:
             _say_what_is_outside(vocabulary, used_ids)
             config.chat_template_kwargs = dict(theirs.config.chat_template_kwargs)
@@ -149,10 +154,26 @@ class DraftPlan:
 
     def _try_start(self, facts: TargetFacts, layer_state: Callable[[int], Mapping[str, Tensor]]) -> None:
         """Build the drafter without storage and start it from the target's layers: names and shapes must fit."""
-        with torch.device("meta"):
-            model = DraftModel(self._config(facts, self.block.mask_token_id or 0, None, None))
+        model = self._without_storage(facts)
         check_borrowed(model, facts)
         model.warm_start(layer_state)
+
+    def _without_storage(self, facts: TargetFacts) -> DraftModel:
+        with torch.device("meta"):
+            return DraftModel(self._config(facts, self.block.mask_token_id or 0, None, None))
+
+    def required(self, facts: TargetFacts) -> FeatureSpec | None:
+        """Features that the drafter will read; null where what training starts from decides that.
+
+        Raises:
+            ValueError: a setting does not fit the target.
+        """
+        return None if self.init_from is not None else self._without_storage(facts).required()
+
+    @property
+    def runs_layers(self) -> bool:
+        """Whether the drafter runs layers of the target itself."""
+        return type(self.drafter).bind is not Drafter.bind
 
     def _mask_token_id(self, theirs: DraftModel | None) -> int | None:
         """What the recipe says, else what the drafter that training starts from has."""
@@ -231,14 +252,14 @@ def check_target(theirs: DraftConfig, target: FrozenTarget, *, may_differ: bool)
         ValueError: sizes or the digest of the weights differ.
     """
     target.check_draft(theirs, relative=True)
-    digest = theirs.target.get("digest", target.facts.digest)
+    digest, own = theirs.target.get("digest"), target.facts.digest
     if may_differ:
         return
-    if digest != target.facts.digest:
+    if digest and own and digest != own:
         raise SettingError(
             "init_from",
             f"the drafter was made for {theirs.target.get('name', 'another target')} with digest of the "
-            f"weights {digest}, but the target {target.facts.name} has {target.facts.digest}",
+            f"weights {digest}, but the target {target.facts.name} has {own}",
             "Give the target it was made for, or list 'target' in init_from.change if this is another copy "
             "of that model (quantised or fine-tuned, say)",
         )

@@ -20,8 +20,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from dflash_lightning.device import abilities
 from dflash_lightning.lazy import LazyModule
-from dflash_lightning.ops.context import KVSource
+from dflash_lightning.ops.context import KVSource, made_once
 from dflash_lightning.ops.norm import compute_dtype
 
 CHUNK_SLOTS = 64  # slots of one chunk: matrices large enough for the CPU, context slices narrow enough to skip the rest
@@ -70,11 +71,12 @@ def block_attention(
         parts = list(zip(keys, values, seen, strict=True))
         with torch.autocast(q.device.type, enabled=False):
             return _attend(q, k_own, v_own, own, parts, scale)[0]
-    if q.is_cuda:
+    if abilities(q.device).flex:
         return _FLEX.flex_block_attention(
             q, k_own, v_own, keys, values, sources, causal=causal, window=window, scale=scale
         )
-    plan = _Plan(sources, own, window, scale, _plan_chunks(sources, q, window))
+    chunks = made_once(sources, ("chunks", window, *q.shape[:3]), lambda: _plan_chunks(sources, q, window))
+    plan = _Plan(sources, own, window, scale, chunks)
     return _ChunkedAttention.apply(plan, q, k_own, v_own, *keys, *values)
 
 
@@ -124,10 +126,18 @@ class _Plan:
 def _plan_chunks(sources: Sequence[KVSource], q: Tensor, window: int | None) -> list[_Chunk]:
     """Neighbouring blocks in pieces of about ``CHUNK_SLOTS`` slots, with the context rows they need.
 
-    Reads tensor values, which costs nothing on a CPU.
+    Reads tensor values, which costs nothing on a CPU. Where that would wait, every chunk is given the whole context:
+    its mask hides what no slot sees.
     """
     batch, num_blocks, block_size = q.shape[:3]
     step = max(1, CHUNK_SLOTS // block_size)
+    if abilities(q.device).queues:
+        whole = [(0, source.k.shape[1]) for source in sources]
+        return [
+            _Chunk(row, first, min(first + step, num_blocks), whole)
+            for row in range(batch)
+            for first in range(0, num_blocks, step)
+        ]
     intervals = []
     for source in sources:
         start = source.start

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+from dflash_lightning.device import Mark, mark, wait_for_gpu
+
 
 @dataclass
 class Spent:
@@ -32,8 +34,7 @@ class Spent:
 
 def now() -> tuple[float, float]:
     """Wall and CPU seconds since some moment. Waits for a GPU that is in use."""
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
+    wait_for_gpu()
     return time.perf_counter(), time.process_time()
 
 
@@ -42,21 +43,18 @@ class DeviceSeconds:
 
     def __init__(self) -> None:
         self._seconds = 0.0
-        self._pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._pairs: list[tuple[Mark, Mark]] = []
 
     @contextmanager
     def timed(self, device: torch.device) -> Iterator[None]:
         """Add what ``device`` takes for the block. One that fails is not counted."""
-        if device.type != "cuda":
-            begin = time.perf_counter()
-            yield
-            self._seconds += time.perf_counter() - begin
-            return
-        begins, ends = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begins.record()
+        begin, begins = time.perf_counter(), mark(device, timed=True)
         yield
-        ends.record()
-        self._pairs.append((begins, ends))
+        ends = mark(device, timed=True)
+        if begins is None or ends is None:
+            self._seconds += time.perf_counter() - begin
+        else:
+            self._pairs.append((begins, ends))
 
     def take(self) -> float:
         """All since the last call."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -29,6 +30,22 @@ class KVSource:
     end: Int[Tensor, "B N"]
     slot_row: Int[Tensor, "B N"]
     masks: dict[Any, Any] | None = None
+
+
+def made_once(sources: Sequence[KVSource], key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+    """What attention makes of the intervals of ``sources``: made for the first layer of a step, found by the others.
+
+    ``key`` is what it depends on besides the intervals.
+    """
+    made = sources[0].masks if sources else None
+    if made is None:
+        return make()
+    intervals = [x for source in sources for x in (source.start, source.end, source.slot_row)]
+    key = (*key, *(source.k.shape[1] for source in sources), *map(id, intervals))
+    if key not in made:
+        # The intervals are kept with it, so that their ids cannot come to mean other tensors.
+        made[key] = (make(), intervals)
+    return made[key][0]
 
 
 @runtime_checkable

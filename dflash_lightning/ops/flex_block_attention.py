@@ -10,7 +10,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from dflash_lightning.ops.context import KVSource
+from dflash_lightning.device import abilities
+from dflash_lightning.ops.context import KVSource, made_once
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 Span = tuple[Int[Tensor, "B Q"], Int[Tensor, "B Q"]]  # per slot: first column seen, first one not seen any more
@@ -40,27 +41,14 @@ def flex_block_attention(
     columns_k = torch.cat([*keys, k_own.flatten(1, 2)], dim=1).transpose(1, 2)
     columns_v = torch.cat([*values, v_own.flatten(1, 2)], dim=1).transpose(1, 2)
     rows = q.flatten(1, 2).transpose(1, 2)
-    mask = _find_mask(sources, q, causal=causal, window=window)
-    attend = _compiled_flex_attention if q.is_cuda else flex_attention
+    key = ("mask", causal, window, *q.shape[:3])
+    mask = made_once(sources, key, lambda: make_mask(sources, q, causal=causal, window=window))
+    attend = _compiled_flex_attention if abilities(q.device).flex else flex_attention
     with torch.autocast(q.device.type, enabled=False):
         out = attend(
             rows, columns_k, columns_v, block_mask=mask, scale=scale, enable_gqa=num_heads != columns_k.shape[1]
         )
     return out.transpose(1, 2).reshape(batch, num_blocks, block_size, num_heads, head_dim)
-
-
-def _find_mask(sources: Sequence[KVSource], q: Tensor, *, causal: bool, window: int | None) -> BlockMask:
-    """The mask of these intervals and this pattern: made for the first layer of a step, found by the others."""
-    intervals = [x for source in sources for x in (source.start, source.end, source.slot_row)]
-    lengths = [source.k.shape[1] for source in sources]
-    key = (causal, window, *q.shape[:3], *lengths, *map(id, intervals))
-    masks = sources[0].masks if sources else None
-    if masks is None:
-        return make_mask(sources, q, causal=causal, window=window)
-    if key not in masks:
-        # The intervals are kept with the mask, so that their ids cannot come to mean other tensors.
-        masks[key] = (make_mask(sources, q, causal=causal, window=window), intervals)
-    return masks[key][0]
 
 
 def make_mask(sources: Sequence[KVSource], q: Tensor, *, causal: bool, window: int | None) -> BlockMask:
@@ -69,7 +57,7 @@ def make_mask(sources: Sequence[KVSource], q: Tensor, *, causal: bool, window: i
     spans = visible_spans(sources, q, causal=causal, window=window)
     num_slots = num_blocks * block_size
     num_columns = num_slots + sum(source.k.shape[1] for source in sources)
-    create: Callable[..., Any] = _compiled_create_block_mask if q.is_cuda else create_block_mask
+    create: Callable[..., Any] = _compiled_create_block_mask if abilities(q.device).flex else create_block_mask
     return create(make_mask_mod(spans), batch, None, num_slots, num_columns, device=str(q.device))
 
 

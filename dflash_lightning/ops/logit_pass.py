@@ -49,8 +49,13 @@ class LogitPass:
         """A context in which products are computed in the dtype of their inputs."""
         return torch.autocast(self.rows.device.type, enabled=False)
 
-    def chunk(self, span: slice, per_row: Sequence[Tensor], shared: Sequence[Tensor]) -> Chunk:
-        """The logits of the rows ``span``. They are made of ``per_row`` [r ..] and of ``shared`` (of any shape)."""
+    def chunk(
+        self, span: slice, per_row: Sequence[Tensor], shared: Sequence[Tensor], rooms: Sequence[Tensor] = ()
+    ) -> Chunk:
+        """The logits of the rows ``span``. They are made of ``per_row`` [r ..] and of ``shared`` (of any shape).
+
+        ``rooms`` is memory for logits and probabilities [r V] each, of the products' dtype; without it they take new.
+        """
         if self.compose is not None:
             dtype, enabled = self.autocast
             with torch.autocast(self.rows.device.type, dtype=dtype, enabled=enabled):
@@ -59,8 +64,13 @@ class LogitPass:
         weight, bias = self.lm.cast(self.dtype)
         # The dtype is decided above, once; autocast would cast the weight again for every chunk.
         with self.without_autocast():
-            product = torch.nn.functional.linear(per_row[0].to(self.dtype), weight, bias)
-            return Chunk(self.lm.activate(product.to(self.wide)), self.rows, span, self.lm)
+            rows = per_row[0].to(self.dtype)
+            if not rooms or bias is not None:
+                product = torch.nn.functional.linear(rows, weight, bias)
+                return Chunk(self.lm.activate(product.to(self.wide)), self.rows, span, self.lm)
+            product, room = (memory[: len(rows)] for memory in rooms)
+            logits = self.lm.activate(torch.mm(rows, weight.T, out=product))
+            return Chunk(logits, self.rows, span, self.lm, room)
 
     def answers(self, chunk: Chunk, requests: Sequence[Request]) -> list[Tensor]:
         """The answer of every request [r *width], with its ``fill`` where it has none."""
@@ -91,9 +101,12 @@ class LogitPass:
         values, spans = self.room(), self.spans()
         gradients = [hidden.new_empty(hidden.shape, dtype=self.dtype) for _ in graded]
         hidden = hidden.detach().to(self.dtype)
-        buffer = hidden.new_empty(max([s.stop - s.start for s in spans], default=0), len(weight), dtype=self.wide)
+        # Memory that is given back and taken again costs page faults: some 2 % of a step on a CPU.
+        shape = max([s.stop - s.start for s in spans], default=0), len(weight)
+        buffer = hidden.new_empty(shape, dtype=self.wide)
+        rooms = [hidden.new_empty(shape) for _ in range(2)] if self.dtype == self.wide else []
         for span in spans:
-            chunk = self.chunk(span, [hidden[span]], ())
+            chunk = self.chunk(span, [hidden[span]], (), rooms)
             for value, answer in zip(values, self.answers(chunk, self.requests), strict=True):
                 value[span] = answer
             with self.without_autocast():

@@ -18,6 +18,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from dflash_lightning.device import abilities
 from dflash_lightning.ops.row_product import RowProduct, can_multiply
 from dflash_lightning.ops.shallow_copy import copy_tree
 
@@ -26,8 +27,8 @@ _SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # childr
 
 
 def can_prepack(weight: Tensor) -> bool:
-    """Whether there is a layout for this weight [O I]: on the CPU, float32, or bfloat16 where oneDNN has that."""
-    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+    """Whether there is a layout for this weight [O I]: on the CPU, float32, or bfloat16 where oneDNN computes that."""
+    if not abilities(weight.device).own_kernels or not torch.backends.mkldnn.is_available():
         return False
     if is_traceable_wrapper_subclass(weight):  # quantised, or cut over ranks
         return False

@@ -27,16 +27,23 @@ class Chunk:
 
     ``all_rows`` are the flat slot indices (into B*N*K) of the whole view, ``rows`` those of these logits, which stand
     at ``span`` of them; ``logits`` are fp32 (or wider), scaled and capped. Nothing that a chunk hands out may be
-    written to. Where the logits carry a gradient, so does all that is made of them.
+    written to. Where the logits carry a gradient, so does all that is made of them. ``room`` is memory that ``probs``
+    may take; null takes new.
     """
 
     def __init__(
-        self, logits: Float[Tensor, "r V"], all_rows: Int[Tensor, " R"], span: slice, head: LanguageHead
+        self,
+        logits: Float[Tensor, "r V"],
+        all_rows: Int[Tensor, " R"],
+        span: slice,
+        head: LanguageHead,
+        room: Float[Tensor, "r V"] | None = None,
     ) -> None:
         self.logits = logits
         self.all_rows = all_rows
         self.span = span
         self.head = head
+        self._room = room
         self._known: dict[Hashable, Any] = {}
 
     @property
@@ -50,7 +57,7 @@ class Chunk:
             log_normaliser = self.logits.logsumexp(-1)
             return (self.logits - log_normaliser[:, None]).clamp(min=LOG_FLOOR).exp(), log_normaliser
         top = self.logits.amax(-1, keepdim=True)
-        probs = (self.logits - top).clamp_(min=LOG_FLOOR).exp_()
+        probs = torch.sub(self.logits, top, out=self._room).clamp_(min=LOG_FLOOR).exp_()
         total = probs.sum(-1, keepdim=True)
         return probs.div_(total), (top + total.log()).squeeze(-1)
 

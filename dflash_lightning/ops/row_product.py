@@ -22,6 +22,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from dflash_lightning.device import abilities
 from dflash_lightning.files import cache_folder
 
 COLUMNS = 32  # of a panel, as in the source
@@ -105,7 +106,7 @@ def _(x: Tensor, panels: Tensor, out_features: int) -> Tensor:
 
 def can_multiply(weight: Tensor) -> bool:
     """Whether ``RowProduct`` takes this weight [O I]: float32 on the CPU, and the kernel could be compiled."""
-    return weight.dtype == torch.float32 and weight.device.type == "cpu" and row_product() is not None
+    return weight.dtype == torch.float32 and abilities(weight.device).own_kernels and row_product() is not None
 
 
 def _panels(weight: Float[Tensor, "O I"]) -> Float[Tensor, "P I C"]:

@@ -197,9 +197,7 @@ def _histogram(report: Mapping[str, Any]) -> Html:
 def _speed_text(report: Mapping[str, Any]) -> Html:
     machine = report.get("machine") or {}
     device = str(report.get("device"))
-    used = (
-        machine.get("gpu") if device.startswith("cuda") else f"{machine.get('cpu')}, threads: {machine.get('threads')}"
-    )
+    used = f"{machine.get('cpu')}, threads: {machine.get('threads')}" if device == "cpu" else machine.get("gpu")
     return paragraph(
         f"Wall-clock time on {used}, {report.get('dtype')}. The speed-up at batch 1 is of "
         f"{report.get('timed_prompts')} prompts, decoded one at a time with and without drafts in turns. At batch 1 a "

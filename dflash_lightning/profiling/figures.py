@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -67,6 +67,7 @@ class Figures:
             "wall_seconds": self.spent.wall,
             "stages": stages,
             **_rated(self.seconds, sum(self.flop.values()), sum(self.product_seconds.values())),
+            "without_target": _sum(other for stage, other in stages.items() if stage != "target"),
             "memory": dict(self.memory),
             "rates": dict(self.rates),
         }
@@ -75,6 +76,13 @@ class Figures:
         seconds = share * self.seconds
         work = _rated(seconds, self.flop.get(stage, 0), self.product_seconds.get(stage, 0.0))
         return {"share": share, "seconds": seconds, **work}
+
+
+def _sum(stages: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Of several stages: what a step takes where the target's features are kept."""
+    kept = list(stages)
+    seconds, flop, alone = (sum(stage[name] for stage in kept) for name in ("seconds", "flop", "product_seconds"))
+    return {"seconds": seconds, **_rated(seconds, flop, alone)}
 
 
 def _rated(seconds: float, flop: int, product_seconds: float) -> dict[str, Any]:
@@ -104,7 +112,13 @@ def table(record: Mapping[str, Any]) -> str:
         f"{'work':<18}{record['flop'] / 1e9:9.2f} GFLOP at {record['flop_per_second'] / 1e9:.1f} GFLOP/s, "
         f"{record['share_of_product_rate']:.0%} of what its products reach alone",
     ]
-    lines += [f"{name:<18}{_memory_line(record['memory'])}" for name in ("memory",)]
+    if "target" in record["stages"]:
+        other = record["without_target"]
+        lines.append(
+            f"{'without the target':<18}{other['seconds']:9.3f} {'CPU-s' if cpu else 's'}, {other['flop'] / 1e9:.2f} "
+            f"GFLOP at {other['flop_per_second'] / 1e9:.1f} GFLOP/s, {other['share_of_product_rate']:.0%}"
+        )
+    lines.append(f"{'memory':<18} {_memory_line(record['memory'])}")
     lines += [f"{name.replace('_', ' '):<34}{value:10.2f}" for name, value in record["rates"].items()]
     header = f"{'stage':<14}{'share':>7}{'CPU-s' if cpu else 's':>10}{'GFLOP':>10}{'GFLOP/s':>10}{'of products':>13}"
     lines += ["", header]

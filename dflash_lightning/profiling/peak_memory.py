@@ -11,6 +11,8 @@ from pathlib import Path
 
 import torch
 
+from dflash_lightning.device import begin_peak, peak_bytes
+
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
@@ -38,17 +40,13 @@ class MemoryWatch:
         self._device = device
         self._can_reset = _set_back()
         self._before = _held() if self._can_reset else _highest()
-        self._cuda = 0
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-            self._cuda = torch.cuda.memory_allocated(device)
+        self._there = begin_peak(device)
 
     def peak(self) -> PeakMemory:
         """So far."""
-        cuda = None
-        if self._device.type == "cuda":
-            cuda = torch.cuda.max_memory_allocated(self._device) - self._cuda
-        return PeakMemory(max(0, _highest() - self._before), cuda)
+        peak = peak_bytes(self._device)
+        there = None if peak is None or self._there is None else peak - self._there
+        return PeakMemory(max(0, _highest() - self._before), there)
 
 
 def _set_back() -> bool:

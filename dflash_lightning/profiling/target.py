@@ -49,7 +49,7 @@ def measure_target(shape: Shape, place: Place, *, repeats: int) -> Figures:
         read()
         times.switch(None)
     rows = shape.batch * shape.sequence
-    work = target_pass(shape, rows=rows, num_layers=max(shape.layer_ids) + 1, seen=rows * shape.sequence)
+    work = target_pass(shape, rows=rows, num_layers=max(shape.layer_ids) + 1, seen=rows * shape.sequence, stage=None)
     return Figures(
         what="target",
         unit="pass",

@@ -69,14 +69,16 @@ class Work:
         return Work(products, {stage: flop * count for stage, flop in self.attention.items()})
 
 
-def target_pass(shape: Shape, *, rows: int, num_layers: int, seen: int, stage: str = "target") -> Work:
+def target_pass(shape: Shape, *, rows: int, num_layers: int, seen: int, stage: str | None = "target") -> Work:
     """The target's first ``num_layers`` layers for ``rows`` tokens that see ``seen`` tokens in sum.
+
+    ``stage`` null tells attention and feed-forward parts apart.
 
     Attention counts the whole square of a row, of which a causal pass needs half: so does torch's own counter.
     """
-    width = shape.heads * shape.head_dim
-    products = (*_attention(shape, stage, rows, num_layers), *_mlp(shape, stage, rows, num_layers))
-    return Work(products, {stage: num_layers * 2 * 2 * seen * width})
+    width, reading = shape.heads * shape.head_dim, stage or "attention"
+    products = (*_attention(shape, reading, rows, num_layers), *_mlp(shape, stage or "mlp", rows, num_layers))
+    return Work(products, {reading: num_layers * 2 * 2 * seen * width})
 
 
 def step_work(shape: Shape, *, seen: int, scored: int, device: str = "cpu") -> Work:

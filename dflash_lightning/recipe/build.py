@@ -14,11 +14,12 @@ from dflash_lightning.callbacks import TrainingBar
 from dflash_lightning.module import DraftModule
 from dflash_lightning.recipe.arguments import by_import
 from dflash_lightning.recipe.check import find_faults
-from dflash_lightning.recipe.drafting import drafting_faults
+from dflash_lightning.recipe.drafting import PARTS, drafting_faults
 from dflash_lightning.recipe.faults import Fault, RecipeError
 from dflash_lightning.recipe.make import make, make_target
 from dflash_lightning.recipe.precision import settle_precision
-from dflash_lightning.recipe.target import part_faults, target_faults
+from dflash_lightning.recipe.served import loads_layers, without_faulty
+from dflash_lightning.recipe.target import greet, part_faults, target_faults
 from dflash_lightning.recipe.tree import plain_tree
 from dflash_lightning.target import FrozenTarget
 
@@ -38,11 +39,12 @@ def list_faults(cfg: DictConfig) -> list[Fault]:
     open_values: list[Fault] = []
     tree = plain_tree(cfg, open_values)
     faults = find_faults(tree, open_values, by_import)
+    tree = without_faulty(tree, faults)
     wrong = {fault.where.partition(".")[0] for fault in faults}
     if not wrong & {"block", "conditioning", "drafter", "head", "loss", "init_from", "draft_vocabulary"}:
         faults += part_faults(tree)
         faults += [] if "target" in wrong else target_faults(tree)
-    if not wrong & {"block", "head"}:
+    if not wrong & {*PARTS}:
         faults += drafting_faults(tree, wrong)
     return list(dict.fromkeys(faults))
 
@@ -67,6 +69,7 @@ def build_recipe(cfg: DictConfig) -> Parts:
 
     Raises:
         RecipeError: see ``check_recipe``; or Lightning refuses the trainer's settings on this machine.
+        ValueError: a server that is to compute features cannot be used.
     """
     check_recipe(cfg)
     tree: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
@@ -74,7 +77,8 @@ def build_recipe(cfg: DictConfig) -> Parts:
     trainer = _make_trainer(tree)
     if faults := list(target_faults(tree, local=False)):  # of a target on the hub, which the check does not ask
         raise RecipeError(faults, f"recipe {tree['name']!r}")
-    target = make_target(tree["target"])
+    greet(tree)
+    target = make_target(tree["target"], layers=loads_layers(tree))
     groups = ("block", "conditioning", "drafter", "head", "loss", "optim")
     plain = ("draft_vocabulary", "init_from", "seed")
     module = DraftModule(target, **{key: make(tree[key]) for key in groups}, **{key: tree[key] for key in plain})

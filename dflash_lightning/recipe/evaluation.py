@@ -24,6 +24,18 @@ def has_evaluation(callbacks: Iterable[Any]) -> bool:
     return any(_makes(node, _EVALUATION) for node in callbacks)
 
 
+def is_expected(node: Any) -> bool:
+    """Whether a callback node makes an ``ExpectedTau``."""
+    return _makes(node, _EXPECTED)
+
+
+def decoding_callbacks(callbacks: dict[str, Any]) -> list[str]:
+    """The names of those that run the whole target while it trains."""
+    return [
+        name for name, node in callbacks.items() if any(_makes(node, c) for c in (_EVALUATION, _EXPECTED, _ROLLOUT))
+    ]
+
+
 def is_measured(monitor: str, callbacks: Iterable[Any]) -> bool:
     """Whether one of several callback nodes measures the figure ``monitor``, whose name begins with ``decode/``."""
     nodes = list(callbacks)

@@ -19,6 +19,8 @@ from dflash_lightning.target.place import locate
 
 # Keys that hold file names and sources: they are looked up from the working folder before anything is loaded.
 _FILES, _SOURCES = ("callbacks.*.prompts", "callbacks.*.rows", "callbacks.*.rows.*"), "data.train"
+# Second drafters of a way to decode.
+_SECOND = ("decoding.builder.second", "callbacks.*.decoding.builder.second")
 # Read once the run is finished: no part of its record.
 _MEASURED = ("measure.prompts.*", "measure.expected.*", "measure.expected.*.*")
 
@@ -44,6 +46,8 @@ def file_faults(tree: dict[str, Any]) -> Iterator[Fault]:
     for where, value in select(tree, _SOURCES):
         if fits(value, TrainFiles):  # reported where it does not
             yield from _source_faults(value, where)
+    for where, name in _named(tree, _SECOND):
+        yield from faults_of(partial(find_draft_place, name, setting=where), where)
     yield from _start_faults(tree.get("init_from"), tree.get("run_dir"))
     source = mapping_at(tree, "target").get("source")
     if isinstance(source, str):

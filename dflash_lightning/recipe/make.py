@@ -43,6 +43,10 @@ def make(node: Any, **supplied: Any) -> Any:
     return function(**{key: conform(value, hints.get(key, Any)) for key, value in made.items()}, **supplied)
 
 
-def make_target(node: dict[str, Any]) -> Any:
-    """The frozen target that a recipe's ``target`` node describes; what it suggests to recipes is not its business."""
-    return make({key: value for key, value in node.items() if key != "suggested"})
+def make_target(node: dict[str, Any], *, layers: bool = True) -> Any:
+    """The frozen target that a recipe's ``target`` node describes; what it suggests to recipes is not its business.
+
+    ``target.layers`` is about the training run alone, so that ``layers`` decides: only decoding can go without none.
+    """
+    settings = {key: value for key, value in node.items() if key not in ("suggested", "layers")}
+    return make(settings if layers else {**settings, "layers": False})

@@ -129,9 +129,9 @@ class NodeChecker:
 
 
 def _is_cheap(where: str) -> bool:
-    """Whether a node is made to see what its class says: a part of a cheap group, or what a callback decodes with."""
+    """Whether a node is made to see what its class says: of a cheap group, servers, or what a callback decodes with."""
     group, _, rest = where.partition(".")
-    return group in _CHEAP or (group == "callbacks" and rest.endswith(f".{DECODING}"))
+    return group in _CHEAP or where == "data.features" or (group == "callbacks" and rest.endswith(f".{DECODING}"))
 
 
 def _in_its_part(said: str, where: str) -> str:

@@ -16,6 +16,8 @@ from dflash_lightning.recipe.renamed import renamed_option
 
 # Any value of this group that is no option is a model's path, hub id or GGUF file: "target=Qwen/Qwen3-4B".
 TARGET, _CUSTOM = "target", "custom"
+# What one may write for an option because its effect is named so.
+_SAME = {"data.features=served": "data=served"}
 
 
 class Overrides:
@@ -34,7 +36,7 @@ class Overrides:
         self.refused: set[str] = set()
         self.set_keys: set[str] = set()
         for text in overrides:
-            self._add(text)
+            self._add(_SAME.get(text, text))
 
     def _add(self, text: str) -> None:
         group, _, value = text.partition("=")

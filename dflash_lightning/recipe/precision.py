@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
+from dflash_lightning.device import trains_on_cpu
 from dflash_lightning.ops.cpu_speed import bfloat16_is_slow
 
 _BFLOAT16 = ("bf16-mixed", "bf16")
@@ -17,7 +17,7 @@ def settle_precision(trainer: dict[str, Any]) -> dict[str, Any]:
 
     Says so. Weights and optimizer are float32 in both, so a run may go on on another machine.
     """
-    if trainer.get("precision") not in _BFLOAT16 or not _is_cpu(trainer.get("accelerator", "auto")):
+    if trainer.get("precision") not in _BFLOAT16 or not trains_on_cpu(trainer.get("accelerator", "auto")):
         return trainer
     if not bfloat16_is_slow():
         return trainer
@@ -26,13 +26,6 @@ def settle_precision(trainer: dict[str, Any]) -> dict[str, Any]:
         "bfloat16 as in float32: training in 32-true"
     )
     return {**trainer, "precision": "32-true"}
-
-
-def _is_cpu(accelerator: Any) -> bool:
-    """Whether Lightning will train on the CPU with this setting."""
-    if accelerator == "auto":
-        return not torch.cuda.is_available() and not torch.backends.mps.is_available()
-    return accelerator == "cpu"
 
 
 @rank_zero_only

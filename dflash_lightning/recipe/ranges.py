@@ -19,13 +19,17 @@ _OURS = ("dflash_lightning.", "lightning.")
 
 @dataclass(frozen=True)
 class Range:
-    """Bounds of a number; ``above`` and ``below`` are not part of it. ``note`` says what a special value means."""
+    """Bounds of a number; ``above`` and ``below`` are not part of it. ``note`` says what a special value means.
+
+    ``whole`` says that it counts something.
+    """
 
     least: int | float | None = None
     most: int | float | None = None
     above: int | float | None = None
     below: int | float | None = None
     note: str = ""
+    whole: bool = False
 
     def holds(self, value: int | float) -> bool:
         """Whether ``value`` is within all bounds; NaN is not."""
@@ -46,12 +50,12 @@ class Range:
         return " and ".join(bounds)
 
 
-_COUNT, _NOT_NEGATIVE = Range(least=1), Range(least=0)
+_COUNT, _NONE_OR_MORE, _NOT_NEGATIVE = Range(least=1, whole=True), Range(least=0, whole=True), Range(least=0)
 _NO_ROUND = "-1 sets no bound"
 # By dotted key; ``*`` is any name. They hold for parts of this package and of Lightning.
 RANGES: dict[str, Range] = {
-    "seed": Range(0, MAX_SEED),
-    "block.block_size": Range(least=2, note="the anchor's slot counts, DFlash uses 16"),
+    "seed": Range(0, MAX_SEED, whole=True),
+    "block.block_size": Range(least=2, note="the anchor's slot counts, DFlash uses 16", whole=True),
     "block.num_anchors": _COUNT,
     "conditioning.num_features": _COUNT,
     "drafter.num_layers": _COUNT,
@@ -67,39 +71,44 @@ RANGES: dict[str, Range] = {
     "optim.betas": Range(least=0, below=1),
     "optim.weight_decay": _NOT_NEGATIVE,
     "optim.warmup_fraction": Range(least=0, below=1),
-    "optim.warmup_steps": Range(least=0, note="null goes by warmup_fraction"),
+    "optim.warmup_steps": Range(least=0, note="null goes by warmup_fraction", whole=True),
     "optim.final_fraction": Range(0, 1),
-    "data.max_length": Range(least=2),
-    "data.row_tokens": Range(least=1, note="null means max_length"),
-    "data.row_blocks": Range(least=1, note="null sets no limit"),
+    "data.max_length": Range(least=2, whole=True),
+    "data.row_tokens": Range(least=1, note="null means max_length", whole=True),
+    "data.row_blocks": Range(least=1, note="null sets no limit", whole=True),
     "data.rows_per_batch": _COUNT,
     "data.token_bucket": _COUNT,
     "data.block_bucket": _COUNT,
-    "data.num_workers": _NOT_NEGATIVE,
-    "data.limit": Range(least=1, note="null uses all rows"),
+    "data.num_workers": _NONE_OR_MORE,
+    "data.limit": Range(least=1, note="null uses all rows", whole=True),
     "data.max_bad_rows": Range(0, 1),
+    "data.features.in_flight": _COUNT,
+    "data.features.ahead_mib": _COUNT,
+    "data.features.timeout": Range(above=0),
+    "data.features.retries": _NOT_NEGATIVE,
+    "data.features.pause": _NOT_NEGATIVE,
     "decoding.max_new_tokens": _COUNT,
     "decoding.batch_size": _COUNT,
-    "decoding.block_size": Range(least=2, note="the root's slot counts; null feeds all slots"),
+    "decoding.block_size": Range(least=2, note="the root's slot counts; null feeds all slots", whole=True),
     "decoding.temperature": Range(least=0, note="0 is greedy"),
-    "decoding.top_k": Range(least=1, note="null keeps all tokens"),
+    "decoding.top_k": Range(least=1, note="null keeps all tokens", whole=True),
     "decoding.top_p": Range(above=0, most=1, note="null keeps all tokens"),
-    "trainer.accumulate_grad_batches": Range(least=1, note="1 steps after every batch"),
+    "trainer.accumulate_grad_batches": Range(least=1, note="1 steps after every batch", whole=True),
     "trainer.gradient_clip_val": Range(least=0, note="null does not clip"),
-    "trainer.max_epochs": Range(least=-1, note=_NO_ROUND),
-    "trainer.max_steps": Range(least=-1, note=_NO_ROUND),
-    "trainer.log_every_n_steps": _NOT_NEGATIVE,
+    "trainer.max_epochs": Range(least=-1, note=_NO_ROUND, whole=True),
+    "trainer.max_steps": Range(least=-1, note=_NO_ROUND, whole=True),
+    "trainer.log_every_n_steps": _NONE_OR_MORE,
     "trainer.num_nodes": _COUNT,
-    "measure.limit": Range(least=1, note="null uses all prompts"),
+    "measure.limit": Range(least=1, note="null uses all prompts", whole=True),
     "measure.max_new_tokens": _COUNT,
     "measure.batch_size": _COUNT,
-    "measure.compared": _NOT_NEGATIVE,
-    "callbacks.*.limit": Range(least=1, note="null uses all prompts"),
-    "callbacks.*.lossless_prompts": _NOT_NEGATIVE,
+    "measure.compared": _NONE_OR_MORE,
+    "callbacks.*.limit": Range(least=1, note="null uses all prompts", whole=True),
+    "callbacks.*.lossless_prompts": _NONE_OR_MORE,
     "callbacks.*.ceiling": Range(0, 1),
-    "callbacks.*.documents": Range(least=1, note="null answers all"),
+    "callbacks.*.documents": Range(least=1, note="null answers all", whole=True),
     "callbacks.*.batch_size": _COUNT,
-    "callbacks.*.every_n_steps": Range(least=1, note="null goes by epochs"),
+    "callbacks.*.every_n_steps": Range(least=1, note="null goes by epochs", whole=True),
 }
 
 
@@ -118,9 +127,8 @@ def range_faults(tree: dict[str, Any]) -> Iterator[Fault]:
                 continue
             for number in value if isinstance(value, list) else [value]:
                 if _is_number(number) and not bounds.holds(number):
-                    share = bounds.most == 1
-                    whole = isinstance(number, int) and bounds.above is None and bounds.below is None and not share
-                    do = f"Set a {'whole ' if whole else ''}number {bounds}{f'; {bounds.note}' if bounds.note else ''}"
+                    kind, note = "whole number" if bounds.whole else "number", f"; {bounds.note}" if bounds.note else ""
+                    do = f"Set a {kind} {bounds}{note}"
                     yield Fault(where, f"{number} is not {bounds}", do)
 
 

@@ -2,24 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
+from torch import Tensor
+
 from dflash_lightning.data.read.process import Processing
+from dflash_lightning.layer_ids import check_layer_ids
 from dflash_lightning.model.start import DraftPlan
 from dflash_lightning.recipe.faults import Fault, fault_of
-from dflash_lightning.recipe.make import locate, make
+from dflash_lightning.recipe.make import make
 from dflash_lightning.recipe.nodes import faults_of
+from dflash_lightning.recipe.served import (
+    greet_servers,
+    is_usual,
+    layer_states,
+    served_part_faults,
+    served_target_faults,
+)
 from dflash_lightning.recipe.tree import holds_unknown, mapping_at, select
-from dflash_lightning.target import load_target
 from dflash_lightning.target.preview import TargetPreview, preview
 from dflash_lightning.target.room import most_new_tokens
-from dflash_lightning.training.requirements import check_accumulation, check_signals, check_tallies, check_teacher
+from dflash_lightning.training.requirements import (
+    check_accumulation,
+    check_signals,
+    check_slots,
+    check_tallies,
+    check_teacher,
+)
 from dflash_lightning.types import Alignment
 
 _PARTS = ("block", "conditioning", "drafter", "head")
-_LOADED_BY = f"{load_target.__module__}.{load_target.__name__}"
 
 
 def part_faults(tree: dict[str, Any]) -> Iterator[Fault]:
@@ -28,8 +42,10 @@ def part_faults(tree: dict[str, Any]) -> Iterator[Fault]:
     if plan is None:
         return
     yield from faults_of(plan.check_parts, "block")
+    yield from served_part_faults(tree, plan)
     terms = {name: make(node) for name, node in mapping_at(tree, "loss").items()}
     yield from faults_of(partial(check_signals, terms, plan.head), "loss")
+    yield from faults_of(partial(check_slots, terms, plan.block), "loss")
     products = mapping_at(tree, "data").get("feature_products")
     yield from faults_of(partial(check_teacher, terms, products), "data")
     accumulated = mapping_at(tree, "trainer").get("accumulate_grad_batches")
@@ -43,19 +59,36 @@ def target_faults(tree: dict[str, Any], *, local: bool = True) -> Iterator[Fault
 
     ``tree`` holds plain values, and its parts have no faults of their own. ``local`` asks the hub for nothing.
     """
-    node, plan = mapping_at(tree, "target"), _plan(tree)
-    if plan is None or holds_unknown(node) or not _is_usual(node):
-        return
-    known = {key: node[key] for key in ("revision", "trust_remote_code") if key in node}
+    plan = _plan(tree)
     try:
-        found = preview(node["source"], **known, local=local)
+        found = None if plan is None else preview_of(tree, local=local)
     except ValueError as error:
         yield fault_of(error, "target.source")
         return
-    if found is None:
+    if plan is None or found is None:
         return
-    yield from _fit_faults(plan, found)
+    yield from _fit_faults(plan, found, layer_states(tree, found))
     yield from _length_faults(tree, plan, found)
+    yield from _cache_faults(mapping_at(tree, "data", "cache_also").get("layer_ids"), found)
+    yield from served_target_faults(tree, plan, found)
+
+
+def preview_of(tree: dict[str, Any], *, local: bool) -> TargetPreview | None:
+    """The target of a recipe as far as its configuration tells; null where that cannot be read.
+
+    Raises:
+        ValueError: nothing is there, or the family cannot be a target.
+    """
+    node = mapping_at(tree, "target")
+    if holds_unknown(node) or not is_usual(node):
+        return None
+    known = {key: node[key] for key in ("revision", "trust_remote_code") if key in node}
+    return preview(node["source"], **known, local=local)
+
+
+def greet(tree: dict[str, Any]) -> None:
+    """Ask the servers of a recipe, if it names any, for a few tokens; see ``greet_servers``."""
+    greet_servers(tree, _plan(tree), preview_of(tree, local=False))
 
 
 def _plan(tree: dict[str, Any]) -> DraftPlan | None:
@@ -67,23 +100,25 @@ def _plan(tree: dict[str, Any]) -> DraftPlan | None:
     return DraftPlan(**made)
 
 
-def _is_usual(node: dict[str, Any]) -> bool:
-    """Whether the target is loaded by ``load_target``, from its own configuration."""
-    try:
-        function = locate(node.get("_target_"))
-    except ValueError:
-        return False
-    path = f"{getattr(function, '__module__', '')}.{getattr(function, '__name__', '')}"
-    return path == _LOADED_BY and isinstance(node.get("source"), str)
-
-
-def _fit_faults(plan: DraftPlan, found: TargetPreview) -> Iterator[Fault]:
+def _fit_faults(
+    plan: DraftPlan, found: TargetPreview, layer_state: Callable[[int], Mapping[str, Tensor]]
+) -> Iterator[Fault]:
     seen: set[str] = set()
-    for check in plan.checks(found.facts, found.decoder_layer_state):
+    for check in plan.checks(found.facts, layer_state):
         for fault in faults_of(check, "target"):
             if fault.where not in seen:
                 seen.add(fault.where)
                 yield fault
+
+
+def _cache_faults(layer_ids: Any, found: TargetPreview) -> Iterator[Fault]:
+    """Layers that a cache of features is to hold beyond what the drafter reads."""
+    if layer_ids:
+        where = "data.cache_also.layer_ids"
+        for fault in faults_of(
+            partial(check_layer_ids, layer_ids, found.facts.num_layers, name=found.facts.name), where
+        ):
+            yield Fault(where, fault.what, f"Name layers from 0 to {found.facts.num_layers - 1}, each once")
 
 
 def _length_faults(tree: dict[str, Any], plan: DraftPlan, found: TargetPreview) -> Iterator[Fault]:
@@ -92,7 +127,7 @@ def _length_faults(tree: dict[str, Any], plan: DraftPlan, found: TargetPreview) 
         processing = Processing(length, "right", "all_turns", {}, 0)
         yield from faults_of(partial(processing.check_target, found.text), "data.max_length")
     positions, block = found.facts.max_positions, plan.block
-    drafts = Alignment(block.block_size, 0, block.label_layout).num_drafts
+    drafts = Alignment(block.largest_size, 0, block.label_layout).num_drafts
     most = most_new_tokens(1, positions, drafts)  # behind the shortest prompt
     for pattern in ("decoding.max_new_tokens", "callbacks.*.decoding.max_new_tokens"):
         for where, answer in select(tree, pattern):

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from dflash_lightning.device import abilities, send, send_list
 from dflash_lightning.errors import SettingError
 from dflash_lightning.ops.ancestry import ancestors_or_self
 from dflash_lightning.ops.plain_mode import plain_mode
@@ -74,7 +75,7 @@ class TargetAdapter:
     @property
     def lengths(self) -> Int[Tensor, " B"]:
         """Committed positions per sequence."""
-        return torch.tensor(self._lengths, dtype=torch.long, device=self.target.device)
+        return send_list(self._lengths, self.target.device, torch.long)
 
     def reset(self) -> None:
         """Forget the batch and give the cache's memory back; ``prefill`` does not need it."""
@@ -97,7 +98,7 @@ class TargetAdapter:
         for row, prompt in enumerate(prompts):
             ids[row, : lengths[row]] = torch.as_tensor(prompt)
         with plain_mode(self.target.device):
-            hidden, features = self._forward(ids.to(self.target.device), [0] * len(prompts))
+            hidden, features = self._forward(send(ids, self.target.device), [0] * len(prompts))
             self._lengths, self._verified = lengths, None
             last = hidden[torch.arange(len(prompts), device=hidden.device), self.lengths - 1]
             return self._logits(last), features, self.lengths
@@ -196,7 +197,7 @@ class TargetAdapter:
     def _forward(
         self, ids: Int[Tensor, "B W"], lengths: list[int], parents: Int[Tensor, "B W"] | None = None
     ) -> tuple[Float[Tensor, "B W H"], TargetFeatures]:
-        first = torch.tensor(lengths, device=ids.device)
+        first = send_list(lengths, ids.device)
         rows = first[:, None] + torch.arange(ids.shape[1], device=ids.device)
         positions, mask = rows, None
         ragged = self._cache.place(lengths, rows)
@@ -249,4 +250,4 @@ def _decoding_attention(target: FrozenTarget) -> str:
     if config._attn_implementation == "eager" or model_class is None or not model_class._supports_sdpa:
         return "eager"
     by_name = model_class._supports_attention_backend
-    return GROUPED_SDPA if target.device.type == "cpu" and by_name else "sdpa"
+    return GROUPED_SDPA if abilities(target.device).own_kernels and by_name else "sdpa"

@@ -13,6 +13,7 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from dflash_lightning.device import abilities
 from dflash_lightning.errors import SettingError
 from dflash_lightning.ops.plain_mode import plain_mode
 from dflash_lightning.target.cache import text_cache
@@ -20,6 +21,7 @@ from dflash_lightning.target.families import VERIFIED_FAMILIES
 from dflash_lightning.target.frozen import FrozenTarget
 from dflash_lightning.target.intact import token_errors
 from dflash_lightning.target.masks import branch_mask, packed_mask
+from dflash_lightning.target.parallel import check_whole
 from dflash_lightning.types import FeatureSpec, TargetFeatures
 
 _PROBE = 12  # tokens
@@ -63,7 +65,7 @@ class ReadText:
 
     def bounds(self, row: int) -> list[tuple[int, int]]:
         """Where the pieces of a batch row begin and end."""
-        alone = self.target.device.type == "cpu"
+        alone = not abilities(self.target.device).queues
         places = self.documents[row]
         return list(pairwise(places if alone else [places[0], places[-1]]))
 
@@ -215,7 +217,7 @@ def check_branches(target: FrozenTarget) -> None:
     Raises:
         ValueError: the features differ by more than rounding, or the attention takes no masks.
     """
-    target.check_whole("conditioning", "it has the target read drafts of each rank's own")
+    check_whole(target.cut, "conditioning", "it has the target read drafts of each rank's own")
     check_attention(target)
     if target.facts.model_type in VERIFIED_FAMILIES:
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -15,6 +16,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, Pr
 
 from dflash_lightning import layer_ids as layers
 from dflash_lightning.errors import SettingError
+from dflash_lightning.target.absent import are_absent
 from dflash_lightning.target.families import POSITIONS, embedding_scale, length_limit, rope_settings, setting
 from dflash_lightning.target.parallel import plain_values
 from dflash_lightning.target.turn_end import template_stop_id
@@ -34,12 +36,15 @@ def make_facts(
     revision: str | None,
     stop_ids: tuple[int, ...],
 ) -> TargetFacts:
-    """Sizes and names of a target under one spelling for all families, digest of the weights included."""
+    """Sizes and names of a target under one spelling for all families, digest of the weights included.
+
+    The digest is empty where a part of the weights was not read.
+    """
     embedding: Any = model.get_input_embeddings()
     facts = config_facts(
         model.config, tokenizer, name=name, revision=revision, stop_ids=stop_ids, vocab_size=len(embedding.weight)
     )
-    return replace(facts, digest=_digest(model, facts))
+    return facts if are_absent(model.modules()) else replace(facts, digest=_digest(model, facts))
 
 
 def config_facts(
@@ -130,6 +135,37 @@ def strange_rows(weight: Float[Tensor, "V H"], rows: Mapping[str, list[float]]) 
     """Those of ``rows`` (see ``sample_rows``; numbered by token) that are not the rows of ``weight``."""
     own = {row: weight[int(row), : len(values)].float().cpu() for row, values in rows.items()}
     return [int(r) for r, v in rows.items() if not torch.allclose(own[r], torch.tensor(v), rtol=2e-2, atol=1e-4)]
+
+
+def check_copies(
+    made_for: Mapping[str, Any], weights: Mapping[str, Tensor], logits: Mapping[str, float | None], *, name: str
+) -> None:
+    """Hold what a drafter's file says of its target's embedding and head against this target's.
+
+    Args:
+        made_for: ``DraftConfig.target``.
+        weights: this target's rows by what they are, ``logits`` its settings of the head.
+
+    Raises:
+        ValueError: rows differ. (Another scale or cap of the logits is warned of.)
+    """
+    theirs_name = made_for.get("name", "another target")
+    for what, rows in made_for.get("rows", {}).items():
+        if strange := strange_rows(weights[what], rows):
+            raise SettingError(
+                "draft",
+                f"made for {theirs_name}, whose {what} is not that of {name} (rows {strange} differ), but "
+                "drafters use their target's",
+                do="Give the target it was made for",
+            )
+    for what, ours in logits.items():
+        theirs = made_for.get(what, ours)
+        if theirs is not ours and (ours is None or not math.isclose(theirs, ours, rel_tol=1e-6)):
+            warnings.warn(
+                f"draft: its file states {what} {theirs}, but the target {name} has {ours}, which is "
+                "used for its drafts too. Greedy drafts are the same; sampled ones may be accepted less often.",
+                stacklevel=4,
+            )
 
 
 def find_stop_ids(

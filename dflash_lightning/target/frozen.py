@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
-import warnings
-from collections.abc import Mapping
+import copy
 from functools import partial
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dflash_lightning.draft_config import DraftConfig
@@ -19,8 +17,9 @@ from dflash_lightning.ops.clock import DeviceSeconds
 from dflash_lightning.ops.lm_head import LanguageHead
 from dflash_lightning.ops.plain_mode import plain_mode
 from dflash_lightning.target import families
+from dflash_lightning.target.absent import are_absent, no_layers
 from dflash_lightning.target.cache import keys_and_values, text_cache
-from dflash_lightning.target.facts import check_layer_ids, find_stop_ids, make_facts, strange_rows
+from dflash_lightning.target.facts import check_copies, check_layer_ids, find_stop_ids, make_facts, sample_rows
 from dflash_lightning.target.intact import (
     SHORT,
     TAIL,
@@ -32,7 +31,8 @@ from dflash_lightning.target.intact import (
     typical_error,
 )
 from dflash_lightning.target.masks import is_packed, packed_mask
-from dflash_lightning.target.parallel import check_one_device, in_turns, is_cut, plain_values, refuse_cut
+from dflash_lightning.target.one_device import check_one_device
+from dflash_lightning.target.parallel import check_whole, in_turns, is_cut, plain_values
 from dflash_lightning.target.text import TargetText
 from dflash_lightning.target.trunk import Trunk
 from dflash_lightning.types import FeatureSpec, TargetFeatures
@@ -43,8 +43,8 @@ class FrozenTarget:
 
     ``facts.digest`` identifies the weights: a sha256 over the architecture and a fixed sample of every tensor,
     rounded to bfloat16 so that one checkpoint loaded as float32 or bfloat16 has one digest (as float16, too, when its
-    values are bfloat16 ones). ``cut`` says that ranks share the layers (``target.parallel``): they call together what
-    runs them.
+    values are bfloat16 ones). It is empty where ``has_layers`` is false. ``cut`` says that ranks share the layers
+    (``target.parallel``): they call together what runs them.
     """
 
     def __init__(
@@ -88,6 +88,11 @@ class FrozenTarget:
         return self.model.get_input_embeddings().weight
 
     @property
+    def has_layers(self) -> bool:
+        """Whether its decoder layers were read; without them it embeds, norms and predicts, but has no features."""
+        return not are_absent(self.anatomy.layers)
+
+    @property
     def lm(self) -> LanguageHead:
         """The output projection with the family's logit scale and soft cap."""
         head = self.model.get_output_embeddings()
@@ -126,7 +131,7 @@ class FrozenTarget:
             "vocabulary rows": (config.vocab_size, facts.vocab_size),
             "hidden size": (config.target_hidden_size, facts.hidden_size),
             "number of layers": (config.num_target_layers, facts.num_layers),
-            "digest of the weights": (config.target.get("digest", facts.digest), facts.digest),
+            "digest of the weights": (config.target.get("digest") if facts.digest else None, facts.digest),
         }
         if relative:
             del pairs["digest of the weights"]
@@ -144,32 +149,34 @@ class FrozenTarget:
                 )
         check_layer_ids(config.target_layer_ids, facts)
         if not relative:
-            self._check_copies(config.target, made_for)
+            logits = {"logit_scale": self.lm.scale, "logit_softcap": self.lm.softcap}
+            check_copies(config.target, self._row_weights, logits, name=facts.name)
 
-    def _check_copies(self, made_for: Mapping[str, Any], name: str) -> None:
-        """Hold what a drafter's file says of its target's embedding and head against this target's."""
-        weights = {"embedding": self.embedding_weight, "language head": self.lm.weight}
-        for what, rows in made_for.get("rows", {}).items():
-            if strange := strange_rows(weights[what], rows):
-                raise SettingError(
-                    "draft",
-                    f"made for {name}, whose {what} is not that of {self.facts.name} (rows {strange} differ), but "
-                    "drafters use their target's",
-                    do="Give the target it was made for",
-                )
-        own = {"logit_scale": self.lm.scale, "logit_softcap": self.lm.softcap}
-        for what, ours in own.items():
-            theirs = made_for.get(what, ours)
-            if theirs is not ours and (ours is None or not math.isclose(theirs, ours, rel_tol=1e-6)):
-                warnings.warn(
-                    f"draft: its file states {what} {theirs}, but the target {self.facts.name} has {ours}, which is "
-                    "used for its drafts too. Greedy drafts are the same; sampled ones may be accepted less often.",
-                    stacklevel=3,
-                )
+    @property
+    def _row_weights(self) -> dict[str, Tensor]:
+        return {"embedding": self.embedding_weight, "language head": self.lm.weight}
+
+    def sampled_rows(self) -> dict[str, dict[str, list[float]]]:
+        """A few values of embedding and language head, by which a drafter's file can tell this target from others."""
+        return {what: sample_rows(weight) for what, weight in self._row_weights.items()}
+
+    def final_norm(self) -> nn.Module:
+        """A copy of the norm between the last layer's output and the language head, on the CPU."""
+        return copy.deepcopy(self.anatomy.decoder._modules[self.anatomy.norm_name]).cpu()  # type: ignore[union-attr]
 
     def decoder_layer_state(self, i: int) -> dict[str, Tensor]:
         """Weights of decoder layer ``i`` under the layer's own names, detached (for warm starts)."""
-        return {name: plain_values(value.detach()) for name, value in self.anatomy.layers[i].state_dict().items()}
+        return {name: plain_values(value.detach()) for name, value in self.layer(i).state_dict().items()}
+
+    def layer(self, i: int) -> nn.Module:
+        """Decoder layer ``i`` itself.
+
+        Raises:
+            ValueError: the layers were not read.
+        """
+        if not self.has_layers:
+            raise no_layers(self.facts.name, f"the drafter takes layer {i} from it")
+        return self.anatomy.layers[i]
 
     def embed(self, ids: Int[Tensor, "*rows"]) -> Float[Tensor, "*rows H"]:
         """Raw embedding rows: without the factor some families apply inside the model (Gemma's ``sqrt(H)``).
@@ -202,8 +209,7 @@ class FrozenTarget:
             packed = is_packed(position_ids) if packed is None else packed
             input_ids, position_ids = input_ids.to(self.device), position_ids.to(self.device)
             if self.cut:
-                run = partial(self._features, spec)
-                return in_turns(run, input_ids, position_ids, packed)
+                return in_turns(partial(self._features, spec), input_ids, position_ids, packed)
             return self._features(spec, input_ids, position_ids, packed)
 
     def _check_positions(self, position_ids: Int[Tensor, "B S"]) -> None:
@@ -240,22 +246,15 @@ class FrozenTarget:
 
     def _check_keys(self, implementation: str) -> None:
         """Refuse to hand out keys and values where packed documents would see one another, or of some heads only."""
-        self.check_whole("conditioning", "it reads keys and values of the target, of which a rank has its heads' only")
+        check_whole(
+            self.cut, "conditioning", "it reads keys and values of the target, of which a rank has its heads' only"
+        )
         if implementation not in ("sdpa", "eager"):
             raise SettingError(
                 "target.attn_implementation",
                 f"{implementation!r} tells packed documents apart without a cache only, which keys are read from",
                 "Use sdpa or eager",
             )
-
-    def check_whole(self, where: str, what: str, do: str = "Use another, or set target.tensor_parallel=false") -> None:
-        """Refuse what a target that is cut over ranks cannot do.
-
-        Raises:
-            ValueError: names the setting ``where``.
-        """
-        if self.cut:
-            raise refuse_cut(where, what, do)
 
     def trunk(self, spec: FeatureSpec) -> Trunk:
         """The decoder up to the last layer that ``spec`` needs, made once."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import struct
 import warnings
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PretrainedConfig
 
+from dflash_lightning.device import abilities
 from dflash_lightning.errors import SettingError
 from dflash_lightning.ops.cpu_speed import bfloat16_is_slow
 from dflash_lightning.target.bars import patient_bars
@@ -25,30 +25,12 @@ from dflash_lightning.target.facts import find_stop_ids, max_positions, warn_of_
 from dflash_lightning.target.families import check_family, check_structure
 from dflash_lightning.target.frozen import FrozenTarget
 from dflash_lightning.target.gguf import cached_folder, check_gguf_extra, dequantise, forget, is_complete, read
-from dflash_lightning.target.parallel import check_one_device, cutting
+from dflash_lightning.target.one_device import check_one_device
+from dflash_lightning.target.outline import folder_or_hub, load_outline
 from dflash_lightning.target.place import TargetLocation, locate
-from dflash_lightning.target.quantization import check_quantization, place_for, quantising
+from dflash_lightning.target.quantization import place_for
+from dflash_lightning.target.spread import Spread
 from dflash_lightning.target.text import TargetText
-
-
-@dataclass(frozen=True)
-class Spread:
-    """What is done to a target that is too large for a device as it is."""
-
-    tensor_parallel: bool = False
-    quantization: str | None = None
-
-    @property
-    def wanted(self) -> str:
-        """The setting that asks for something; empty if none does."""
-        return "target.tensor_parallel" * self.tensor_parallel or "target.quantization" * bool(self.quantization)
-
-    def keywords(self, config: PretrainedConfig, name: str, dtype: torch.dtype | str) -> dict[str, Any]:
-        """What ``from_pretrained`` is to be told."""
-        if self.tensor_parallel:
-            return cutting(config, name)
-        return {} if self.quantization is None else quantising(self.quantization, config, name, dtype)
-
 
 DTYPES = ("float32", "bfloat16", "float16", "auto")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -69,6 +51,7 @@ def load_target(
     quantization: str | None = None,  # quantise its layers on loading: bitsandbytes_4bit or _8bit, torchao_int8
     attn_implementation: str | None = None,  # null: the family's default
     trust_remote_code: bool = False,  # run model code from the hub
+    layers: bool | None = None,  # false reads embedding, final norm and head alone; null: all, unless servers have them
 ) -> FrozenTarget:
     """The causal LM at ``source`` with its tokenizer, frozen.
 
@@ -77,7 +60,9 @@ def load_target(
     that, else eager (Gemma 2, GPT-OSS). ``device_map`` replaces ``device``; it may name or choose one device only.
     ``dtype`` "auto" is the checkpoint's own. With ``tensor_parallel`` each rank holds its share of the layers on its
     own device (``target.parallel``), and all of them call this together. With ``quantization`` the layers are
-    quantised (``target.quantization``), and the target is another one than without.
+    quantised (``target.quantization``), and the target is another one than without. ``layers`` false reads embedding,
+    final norm and language head alone, for runs whose features come from servers (a recipe's null means that, where
+    they do); null reads all.
 
     Raises:
         ValueError: nothing is there, an optional package is missing, ``device_map`` means several devices, the target
@@ -89,14 +74,8 @@ def load_target(
         raise SettingError("target.dtype", f"{dtype!r} is unknown", allowed=f"Use one of {list(DTYPES)}")
     if isinstance(device_map, dict):
         check_one_device(device_map.values())
-    if tensor_parallel and device_map is not None:
-        raise SettingError("target.device_map", f"{device_map!r} does not go with tensor_parallel", do="Set it to null")
-    if quantization is not None:
-        check_quantization(quantization)
-    if tensor_parallel and quantization is not None:
-        raise SettingError(
-            "target.quantization", f"{quantization} does not go with tensor_parallel", do="Set it to null"
-        )
+    spread = Spread(tensor_parallel, quantization)
+    spread.check(device_map, layers)
     where = locate(source)
     keywords: dict[str, Any] = {"dtype": "auto" if dtype == "auto" else getattr(torch, dtype)}
     if attn_implementation is not None:
@@ -106,23 +85,43 @@ def load_target(
     remote = {"revision": revision, "trust_remote_code": trust_remote_code}
     if quantization is not None and device_map is None:
         keywords["device_map"] = device_map = place_for(quantization, device)
-    spread = Spread(tensor_parallel, quantization)
     with patient_bars(f"loading {source}"):
-        model, tokenizer = (
-            _load_gguf(where, keywords, spread) if where.gguf_file else _load_folder(where, remote, keywords, spread)
-        )
+        if layers is False:
+            model, tokenizer = _load_outline(where, remote, keywords["dtype"])
+        elif where.gguf_file:
+            model, tokenizer = _load_gguf(where, keywords, spread)
+        else:
+            model, tokenizer = _load_folder(where, remote, keywords, spread)
         if device_map is None and not tensor_parallel:
             model.to(device)
         target = FrozenTarget(model, tokenizer, name=source, revision=revision)
         warn_of_limit(model.config, source)
-        _warn_of_slow_dtype(target)
-        target.check()
-        check_decoding(target)
+        if target.has_layers:
+            _warn_of_slow_dtype(target)
+            target.check()
+            check_decoding(target)
     return target
 
 
+def _load_outline(where: TargetLocation, remote: dict[str, Any], dtype: Any) -> tuple[Any, Any]:
+    """Model without decoder layers, and tokenizer."""
+    if where.gguf_file:
+        check_gguf_extra(where.name)
+        kept = _kept_copy(where)
+        if kept is None:
+            do = "Set target.layers=true, which reads all of it"
+            raise SettingError("target.layers", f"{where.name} cannot be read in part, as no copy can be kept", do=do)
+        where, remote = kept, {"revision": None}
+    config = _read_config(where, remote)
+    check_family(config, where.name)
+    find = folder_or_hub(where.location, remote["revision"])
+    generation = _read_generation(where, {"revision": remote["revision"]})
+    tokenizer = _read_tokenizer(where, remote)
+    return load_outline(find, config, where.name, dtype=dtype, generation=generation), tokenizer
+
+
 def _warn_of_slow_dtype(target: FrozenTarget) -> None:
-    if target.device.type == "cpu" and target.dtype == torch.bfloat16 and bfloat16_is_slow():
+    if abilities(target.device).own_kernels and target.dtype == torch.bfloat16 and bfloat16_is_slow():
         warnings.warn(
             "target.dtype: this CPU has no arithmetic for bfloat16 and imitates it, many times slower than float32. "
             "Use float32 (target.dtype=float32, --dtype float32), which takes twice the memory.",

@@ -9,7 +9,7 @@ without it.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -124,27 +124,11 @@ def in_turns(
     return found
 
 
-def refuse_cut(where: str, what: str, do: str) -> SettingError:
-    """The one error for what cannot be done with a target that is cut over ranks."""
-    return SettingError(where, f"{what}, but the target is cut over ranks ({_SETTING})", do=do)
-
-
-def check_one_device(devices: Iterable[Any]) -> None:
-    """Refuse a model in parts.
-
-    Features, embedding and head meet in one step of training and in one round of decoding, and copies of the decoder
-    (cut for features, packed for decoding) would not move their inputs as accelerate's hooks on the original do.
+def check_whole(cut: bool, where: str, what: str, do: str = f"Use another, or set {_SETTING}=false") -> None:
+    """Refuse what cannot be done with a target that is ``cut`` over ranks.
 
     Raises:
-        ValueError: there is more than one device; "disk" and "meta" (offloaded weights) count as devices.
+        ValueError: names the setting ``where``.
     """
-    names = sorted({f"cuda:{device}" if str(device).isdigit() else str(device) for device in devices})
-    if len(names) > 1:
-        raise SettingError(
-            "target.device_map",
-            f"it spreads the target over {', '.join(names)}, but features, embedding and language head are needed "
-            "on one device",
-            do="Name one (target.device_map={'': 0}, or target.device=cuda), load a smaller dtype "
-            "(target.dtype=bfloat16, or target.quantization), cut it over ranks (target.tensor_parallel), or choose a "
-            "smaller target",
-        )
+    if cut:
+        raise SettingError(where, f"{what}, but the target is cut over ranks ({_SETTING})", do=do)

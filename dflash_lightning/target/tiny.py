@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -57,26 +58,23 @@ def save_tiny_target(folder: Path, *, num_layers: int = 6, seed: int = 5) -> Non
     tokenizer.save_pretrained(folder)
 
 
-def random_target(*, dtype: torch.dtype = torch.float32, seed: int = 0, **sizes: int) -> FrozenTarget:
+def random_target(*, dtype: torch.dtype = torch.float32, seed: int = 0, **sizes: Any) -> FrozenTarget:
     """A Llama of any size with random weights, in memory, with the toy's tokenizer; ``sizes`` are Llama's own.
 
-    What it says is nonsense, and costs what a real target of its size costs. Its first ids are letters and specials
-    where the vocabulary has room for them.
+    What it says is nonsense, and costs what a real target of its size costs.
     """
-    tokenizer = _tokenizer()
-    roomy = sizes["vocab_size"] > len(tokenizer)
-    end, pad, begin = (tokenizer.convert_tokens_to_ids(f"<|{name}|>") for name in ("end", "pad", "user"))
+    ids: dict[str, Any] = dict(zip(_SPECIALS, range(len(LETTERS), _VOCABULARY), strict=False))
     config = LlamaConfig(
-        **sizes,
         tie_word_embeddings=True,
-        pad_token_id=pad if roomy else 0,
-        bos_token_id=begin if roomy else 1,
-        eos_token_id=end if roomy else 2,
+        pad_token_id=ids["<|pad|>"],
+        bos_token_id=ids["<|user|>"],
+        eos_token_id=ids["<|end|>"],
+        **sizes,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = LlamaForCausalLM(config).to(dtype)
-    return FrozenTarget(model, tokenizer if roomy else None, name="random")
+        model: Any = LlamaForCausalLM(config)
+    return FrozenTarget(model.to(dtype), _tokenizer(), name="random")
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:

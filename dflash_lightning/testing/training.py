@@ -160,6 +160,11 @@ def _decoded_log_probs(module: DraftModule, layout: BlockLayout) -> dict[int, Fl
             f"open gives the signals {sorted(scores.signals)}, but {sorted(first_look)} are named: give them, or set "
             "signals_in_turn = True if only step knows them"
         )
+        assert draft.keeps_state == (scores.state is not None), (
+            "open gives a state for step to go on with, and keeps_state is false: say so"
+            if scores.state is not None
+            else "keeps_state is true, but open gives no state"
+        )
         known = {int(a): labels for a, labels in zip(layout.anchors[0], layout.labels[0], strict=True)}
         found[anchor] = _label_log_probs(scores, ids[anchor], known[anchor], draft.alignment.first_slot)
         if number < 2:

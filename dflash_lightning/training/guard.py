@@ -12,6 +12,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
 
+from dflash_lightning.device import Mark, abilities, mark
 from dflash_lightning.errors import SettingError
 from dflash_lightning.model import DraftModel
 from dflash_lightning.training.sharded import ShardedStrategy, is_sharded, local, whole
@@ -54,7 +55,7 @@ class StepGuard:
 
     def __init__(self, names: Sequence[str], parameters: Sequence[nn.Parameter], *, late: bool) -> None:
         self.names, self.parameters, self.late = list(names), list(parameters), late
-        self._pending: tuple[StepRecord, Tensor, torch.cuda.Event | None] | None = None
+        self._pending: tuple[StepRecord, Tensor, Mark | None] | None = None
 
     def judge(self, record: StepRecord, optimizer: torch.optim.Optimizer) -> None:
         """Called with the gradients made and the weights not yet changed.
@@ -69,10 +70,7 @@ class StepGuard:
             return
         optimizer.found_inf = record.bad.float()  # type: ignore[attr-defined]  # its step changes nothing where this is 1
         seen = record.bad.to("cpu", non_blocking=True)
-        event = torch.cuda.Event() if record.bad.is_cuda else None
-        if event is not None:
-            event.record()
-        self._pending = (record, seen, event)
+        self._pending = (record, seen, mark(record.bad.device))
 
     def settle(self) -> None:
         """Read the verdict that is still open, if there is one: before gradients are cleared, and before a save.
@@ -159,7 +157,7 @@ def make_guard(model: DraftModel, device: torch.device, *, scaled: bool) -> Step
     if scaled:
         return ScaleGuard(list(named), list(named.values()))
     # Nobody has tried yet whether the fused optimizer of sharded weights can be told on the device.
-    late = device.type == "cuda" and not is_sharded(model)
+    late = abilities(device).events and not is_sharded(model)
     return StepGuard(list(named), list(named.values()), late=late)
 
 

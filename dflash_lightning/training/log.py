@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from dflash_lightning.device import peak_bytes
 from dflash_lightning.ops.clock import DeviceSeconds
 from dflash_lightning.ops.lm_head import Argmax, View
 from dflash_lightning.types import BlockLayout
@@ -133,7 +134,8 @@ class StepLog:
 
 def memory_gib(device: torch.device) -> float:
     """The most that this process has held so far, GiB: on the GPU that it trains on, else in main memory."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
+    peak = peak_bytes(device)
+    if peak is not None:
+        return peak / 2**30
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30

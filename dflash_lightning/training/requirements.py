@@ -6,10 +6,12 @@ from collections.abc import Callable, Mapping
 
 from lightning.pytorch.utilities import rank_zero_warn
 
+from dflash_lightning.block import BlockConstructor
 from dflash_lightning.conditioning import Conditioning
 from dflash_lightning.errors import SettingError
 from dflash_lightning.head import DraftHead
 from dflash_lightning.loss import LossTerm
+from dflash_lightning.types import Alignment
 
 
 def check_labels(
@@ -102,6 +104,21 @@ def check_signals(terms: Mapping[str, LossTerm], head: DraftHead) -> None:
             "no loss term trains this signal, so it would stay random",
             do=f"Add one that reads it (loss=[..,{idle[0]}]), or switch it off",
         )
+
+
+def check_slots(terms: Mapping[str, LossTerm], block: BlockConstructor) -> None:
+    """Refuse settings of a term that mean nothing in blocks of this size.
+
+    Raises:
+        ValueError: names the setting of the term.
+    """
+    most = block.num_predicting(Alignment(block.largest_size, 0, block.label_layout))
+    for name, term in terms.items():
+        try:
+            term.check_drafts(most)
+        except SettingError as error:
+            where = error.where.replace("loss.", f"loss.{name}.", 1)
+            raise SettingError(where, error.what, error.allowed, error.do) from None
 
 
 def check_accumulation(conditioning: Conditioning, accumulated: int) -> None:

@@ -112,8 +112,9 @@ def draft_greedily(
 
 def _blocks(layout: BlockLayout, which: Int[Tensor, " n"]) -> BlockLayout:
     """Blocks ``which`` of every row, to draft with; their scored slots are not listed."""
-    cut = {f.name: getattr(layout, f.name)[:, which] for f in fields(layout) if f.name not in ("rows", "streams")}
-    return replace(layout, **cut, rows=layout.rows[:0], streams={})
+    lists = ("rows", "streams", "predicting")
+    cut = {f.name: getattr(layout, f.name)[:, which] for f in fields(layout) if f.name not in lists}
+    return replace(layout, **cut, rows=layout.rows[:0], streams={}, predicting=None)
 
 
 def _recalled(

@@ -22,7 +22,8 @@ class BlockLayout:
     express: losses use ``valid``, metrics count a scored slot that is not valid as wrong. At every scored slot
     ``prev_ids`` is the token at ``label_index - 1``, which is also the target row that teaches it. Anchors are sorted
     within a row; padding blocks (``keep`` false) come last. ``rows`` lists the scored slots as flat indices into B*N*K,
-    so that heads and losses gather them without a host sync.
+    so that heads and losses gather them without a host sync; ``predicting`` lists in the same way all that predict,
+    scored or not (null: nobody looked).
     """
 
     anchors: Int[Tensor, "B N"]
@@ -39,6 +40,7 @@ class BlockLayout:
     valid: Bool[Tensor, "B N K"]
     rows: Int[Tensor, " Rows"]
     streams: dict[str, Tensor] = field(default_factory=dict)
+    predicting: Int[Tensor, " Predicting"] | None = None
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,9 @@ class TargetFacts:
     """What drafter and data need to know of a target without holding its weights.
 
     ``vocab_size`` counts embedding rows; ``num_tokens`` counts the tokenizer's tokens (0 without a tokenizer).
-    ``digest`` identifies the weights (hex; see ``FrozenTarget``). ``embedding_scale`` is what the family multiplies its
-    embedding rows with inside the model (1.0 for most; ``sqrt(hidden_size)`` for Gemma); drafters read *raw* rows.
+    ``digest`` identifies the weights (hex; see ``FrozenTarget``); it is empty where they were not all read.
+    ``embedding_scale`` is what the family multiplies its embedding rows with inside the model (1.0 for most;
+    ``sqrt(hidden_size)`` for Gemma); drafters read *raw* rows.
     """
 
     name: str

@@ -16,7 +16,7 @@ from dflash_lightning.schedule import decay_weights
 from dflash_lightning.types import Alignment, BlockLayout, Document, LabelLayout
 
 MASK = 99
-BLOCK_FIELDS = [f.name for f in dataclasses.fields(BlockLayout) if f.name not in ("rows", "streams")]
+BLOCK_FIELDS = [f.name for f in dataclasses.fields(BlockLayout) if f.name not in ("rows", "streams", "predicting")]
 
 
 def make_document(mask: list[int], *, ids: list[int] | None = None, sample_id: int = 0) -> Document:

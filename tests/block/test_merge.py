@@ -79,6 +79,8 @@ def test_rows_are_the_scored_slots_of_the_whole_batch() -> None:
     merged, _, _ = make_batch([[12, 9], [], [15]], num_blocks=12)
     assert merged.scored.flatten()[merged.rows].all() and len(merged.rows) == merged.scored.sum() > 0
     assert (merged.rows[1:] > merged.rows[:-1]).all()
+    assert merged.predicting is not None and len(merged.predicting) > len(merged.rows)
+    assert torch.equal(merged.predicting, merged.predicts.flatten().nonzero()[:, 0])
 
 
 @pytest.mark.parametrize("rows", [[[]], [[], []]])

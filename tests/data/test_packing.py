@@ -43,6 +43,14 @@ def test_packs_stay_within_tokens_and_blocks_and_are_nearly_full() -> None:
     assert sum(LENGTHS) / (64 * len(full)) > 0.93
 
 
+@pytest.mark.parametrize("packing", [True, False])
+def test_the_largest_row_is_that_of_the_packs(packing: bool) -> None:
+    plan = Planner([number + 7 for number in range(len(LENGTHS))], LENGTHS, BLOCKS, replace(SETTINGS, packing=packing))
+    rows = [pack for batch in plan.epoch(0) for pack in batch]
+    tokens, blocks = (max(sum(of[d - 7] for d in row) for row in rows) for of in (LENGTHS, BLOCKS))
+    assert plan.largest_row() == (tokens, blocks)
+
+
 def test_best_fit_prefers_the_fullest_row_that_holds_the_document() -> None:
     lengths, none = np.array([5, 6, 3, 5]), np.zeros(4, dtype=np.int64)
     assert pack_best_fit([0, 1, 2, 3], lengths, none, 10, None) == [[0, 3], [1, 2]]  # first-fit would put 3 with 5

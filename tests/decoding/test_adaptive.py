@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import pytest
 import torch
 
+from dflash_lightning.acceptance.rule import AcceptanceRule
+from dflash_lightning.callbacks import SpeculativeEval
 from dflash_lightning.decoding import DecodingSettings
+from dflash_lightning.decoding.evaluation import Evaluation
 from dflash_lightning.decoding.loop import decode_batch
 from dflash_lightning.decoding.pace import CHECK_ROUNDS, FIRST_CHECK, TRIAL, TRIAL_ROUNDS, Pace
 from dflash_lightning.decoding.stats import DecodeStats
@@ -175,3 +179,23 @@ def test_the_other_kind_is_looked_at_ever_more_rarely() -> None:
     starts = looks[:: CHECK_ROUNDS + 1]
     gaps = [later - earlier for earlier, later in itertools.pairwise(starts)]
     assert gaps[1] - (CHECK_ROUNDS + 1) == 2 * (gaps[0] - (CHECK_ROUNDS + 1)) == 4 * FIRST_CHECK
+
+
+def test_figures_of_rounds_without_drafts() -> None:
+    """They are no rounds that were cut short; with nothing but them there is a table all the same."""
+    stats = DecodeStats(3)
+    stats.add_plain_round(1)
+    said = [Evaluation(stats, stats, DecodeStats(0)).table("decoding")]
+    assert stats.tau == 1.0 and math.isnan(stats.tau_whole)
+    stats.add_round(depth=3, nodes=3, accepted=2, committed=3)
+    said.append(Evaluation(stats, stats, DecodeStats(0)).table("decoding"))
+    assert all("without drafts        1 of" in text and "room for fewer" not in text for text in said)
+    assert stats.tau == 2.0 and stats.histogram == [0, 0, 1, 0] and stats.summary()["plain_rounds"] == 1
+
+
+def test_what_follows_a_drafter_is_not_left_to_the_clock() -> None:
+    settings = DecodingSettings(adaptive=True)
+    with pytest.raises(ValueError, match=r"callbacks\.speculative_eval\.decoding\.adaptive: true lets the clock"):
+        SpeculativeEval("prompts.jsonl", decoding=settings)
+    with pytest.raises(ValueError, match=r"decoding\.adaptive: true lets the clock choose"):
+        AcceptanceRule.of(settings, toy_module().draft_model)

@@ -10,9 +10,11 @@ import torch
 
 from dflash_lightning.block import Anchored, VariablePrefix
 from dflash_lightning.conditioning import InputFusion
+from dflash_lightning.decoding import DecodingSettings
 from dflash_lightning.decoding.builder.dual import DualTree, failures, likeliest_failures
 from dflash_lightning.decoding.builder.trie import join_chains
 from dflash_lightning.decoding.decoder import SpeculativeDecoder
+from dflash_lightning.decoding.dual_proposer import check_pair
 from dflash_lightning.decoding.noise import Noise
 from dflash_lightning.decoding.sampling import Sampler, SamplingSpec
 from dflash_lightning.decoding.types import Draft, Round, Verdict
@@ -163,8 +165,13 @@ def test_a_second_drafter_that_does_not_fit_is_refused_by_name(drafters, tmp_pat
         decoder(first, tmp_path / "stranger")
     longer = toy_module(block=Anchored(block_size=5, num_anchors=8)).draft_model
     save_draft(longer, tmp_path / "longer")
-    with pytest.raises(ValueError, match="drafts 4 tokens per round, the first drafter 3"):
-        decoder(first, tmp_path / "longer")
+    for look in (lambda path: decoder(first, path), lambda path: check_pair(str(path), first.alignment, None)):
+        with pytest.raises(ValueError, match="drafts 4 tokens per round, the first drafter 3"):
+            look(tmp_path / "longer")
+    check_pair(str(tmp_path / "longer"), first.alignment, 4)  # both are fed as many
+    check_pair(str(folder), first.alignment, None)
+    with pytest.raises(ValueError, match=r"decoding\.builder\.second: null, but DualTree asks a second drafter"):
+        DecodingSettings(builder="dual_tree")
     with pytest.raises(ValueError, match=r"decoding\.builder\.cuts"):
         DualTree(cuts=0)
 

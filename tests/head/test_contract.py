@@ -75,7 +75,7 @@ SHIPPED = sorted(
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_a_head_says_whether_its_first_laws_know_of_later_slots(name: str) -> None:
-    """``prefix_stable``, tried: the scores of the first two slots with and without a third."""
+    """``prefix_stable``, tried: the scores of the first two slots with and without a third. And ``keeps_state``."""
     head: Any = DraftHead.from_settings(name, SMALL.get(name, {}))
     head.build(DraftConfig(hidden_size=6, vocab_size=9, block_size=4, mask_token_id=0, rms_norm_eps=1e-6))
     generator = torch.Generator().manual_seed(0)
@@ -87,6 +87,7 @@ def test_a_head_says_whether_its_first_laws_know_of_later_slots(name: str) -> No
     rows = beside if head.needs else beside[:, :0]
     with torch.no_grad():
         found = [laws(head.open(torch.cat([some, rows], 1), roots, lm)) for some in (slots, slots[:, :2])]
+    assert (head.open(torch.cat([slots, rows], 1), roots, lm).state is not None) == head.keeps_state
     same = all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*found, strict=True))
     assert same == head.prefix_stable
 

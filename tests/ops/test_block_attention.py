@@ -5,6 +5,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
 
+from dflash_lightning.device import Abilities
 from dflash_lightning.ops import block_attention as module
 from dflash_lightning.ops import flex_block_attention as flex_module
 from dflash_lightning.ops.block_attention import block_attention
@@ -80,6 +81,43 @@ def test_output_and_gradients_equal_the_dense_oracle(monkeypatch, causal, window
 
 
 @pytest.mark.parametrize(("causal", "window"), CASES)
+def test_a_device_that_must_not_be_read_from_sees_the_same(monkeypatch, causal, window):
+    """Chunks are then given the whole context, since which rows they need is on the device: none is read."""
+    monkeypatch.setattr(module, "abilities", lambda device: Abilities(queues=True))
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda self: pytest.fail("a value was read"))
+    monkeypatch.setattr(module, "CHUNK_SLOTS", 6)
+    q, k_own, v_own, sources = make_case(source_heads=(2, 4))
+    args = dict(causal=causal, window=window, scale=0.37)
+    inputs = leaves(q, k_own, v_own, sources)
+    outputs = [f(q, k_own, v_own, sources, **args) for f in (block_attention, dense_attention)]
+    weight = torch.randn(q.shape, dtype=q.dtype, generator=torch.Generator().manual_seed(1))
+    got, want = ([out, *torch.autograd.grad((out * weight).sum(), inputs)] for out in outputs)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+def test_chunks_are_planned_once_per_step_and_window(monkeypatch):
+    """Layers hand in the same intervals with keys of their own; another window or batch needs another plan."""
+    planned, plan = [], module._plan_chunks
+    monkeypatch.setattr(module, "_plan_chunks", lambda *given: planned.append(given[2]) or plan(*given))
+    _, _, _, (first,) = make_case()
+
+    def step(start, windows):
+        masks = {}
+        for seed, window in enumerate(windows):
+            q, k_own, v_own, sources = make_case(seed=seed)
+            source = KVSource(sources[0].k, sources[0].v, start, first.end, first.slot_row, masks)
+            args = dict(causal=False, window=window, scale=0.5)
+            out = block_attention(q, k_own, v_own, [source], **args)
+            expected = dense_attention(q, k_own, v_own, [source], **args)
+            torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+
+    step(first.start, [None, 4, None, 4])
+    step(first.end - first.end.clamp(max=1), [None, None])
+    assert planned == [None, 4, None]
+
+
+@pytest.mark.parametrize(("causal", "window"), CASES)
 def test_one_block_per_row_equals_the_dense_oracle(causal, window):
     q, k_own, v_own, sources = make_case(num_blocks=1)
     args = dict(causal=causal, window=window, scale=0.5)
@@ -110,6 +148,52 @@ def test_the_mask_function_of_flex_is_the_dense_mask(causal, window, source_head
     slots, columns = 15, 15 + 20 * len(sources)
     mask = create_mask(make_mask_mod(spans), len(q), None, slots, columns, device="cpu")
     assert torch.equal(mask[:, 0], dense_mask(sources, 5, 3, causal, window))
+
+
+def many_tiles(window):
+    """40 blocks of 8 slots on rows of 300 positions: 3 tiles of 128 slots, 5 of columns. Row 0 packs two documents."""
+    g = torch.Generator().manual_seed(0)
+    rand = lambda *shape: torch.randn(*shape, generator=g)  # noqa: E731
+    anchors = torch.randint(0, 300, (2, 40), generator=g).sort().values
+    start = torch.where((anchors >= 140) & (torch.arange(2) == 0)[:, None], 140, 0)
+    source = KVSource(rand(2, 300, 2, 8), rand(2, 300, 2, 8), start, anchors, anchors)
+    q, k_own, v_own = rand(2, 40, 8, 4, 8), rand(2, 40, 8, 2, 8), rand(2, 40, 8, 2, 8)
+    slot, column = torch.arange(320)[:, None], torch.arange(620)
+    own, place = column - 300, slot % 8
+    at = lambda x: x.repeat_interleave(8, dim=1)[..., None]  # noqa: E731  # [2, 320, 1]
+    context = (column < 300) & (column >= at(start)) & (column < at(anchors))
+    mine = (own >= 0) & (own // 8 == slot // 8)
+    if window is not None:
+        context, mine = context & (at(anchors) + place - column < window), mine & ((own % 8 - place).abs() < window)
+    return q, k_own, v_own, source, context | mine, (own >= 0) & (own % 8 > place)
+
+
+@pytest.mark.compiled
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+@pytest.mark.parametrize(("causal", "window"), [(False, None), (True, None), (False, 40), (True, 40)])
+def test_tiles_that_flex_skips_are_those_that_nobody_sees(causal, window):
+    """And those that it does not mask are those that everybody sees; values are those of one dense softmax."""
+    q, k_own, v_own, source, seen, later = many_tiles(window)
+    seen = seen & ~later if causal else seen
+    padded = torch.nn.functional.pad(seen, (0, 20, 0, 64)).unflatten(2, (5, 128)).unflatten(1, (3, 128))
+    counts = padded.sum((2, 4))  # [2, 3, 5]
+    with torch.no_grad():
+        mask = flex_module.make_mask([source], q, causal=causal, window=window)
+        assert torch.equal(mask.to_dense()[:, 0].bool(), counts > 0) and bool((counts == 0).any())
+        whole = torch.zeros_like(counts, dtype=torch.bool)
+        for b in range(2):
+            for row in range(3):
+                count = int(mask.full_kv_num_blocks[b, 0, row])
+                whole[b, row, mask.full_kv_indices[b, 0, row, :count].long()] = True
+        assert torch.equal(whole, counts == 128 * 128)
+        args = dict(causal=causal, window=window, scale=0.35)
+        flex = flex_block_attention(q, k_own, v_own, [source.k], [source.v], [source], **args)
+        columns = [torch.cat([x, y.flatten(1, 2)], 1) for x, y in ((source.k, k_own), (source.v, v_own))]
+        k, v = (x.repeat_interleave(2, dim=2).transpose(1, 2) for x in columns)
+        scores = (q.flatten(1, 2).transpose(1, 2) @ k.transpose(-1, -2) * 0.35).masked_fill(~seen[:, None], -torch.inf)
+        dense = (scores.softmax(-1) @ v).transpose(1, 2).reshape(q.shape)
+        torch.testing.assert_close(flex, dense, rtol=0, atol=5e-6)
+        torch.testing.assert_close(block_attention(q, k_own, v_own, [source], **args), dense, rtol=0, atol=5e-6)
 
 
 @pytest.mark.compiled

@@ -57,8 +57,9 @@ import torch
 from transformers import Qwen3Config
 torch.manual_seed(0)
 s = shape; layer_ids = list(range(s["features"]))
-geometry = dict(vocab_size=s["vocab"], hidden_size=s["hidden"], intermediate_size=s["ffn"], num_hidden_layers=s["layers"],
-    num_attention_heads=s["heads"], num_key_value_heads=s["kv_heads"], head_dim=s["head_dim"], rms_norm_eps=1e-5,
+geometry = dict(vocab_size=s["vocab"], hidden_size=s["hidden"], intermediate_size=s["ffn"],
+    num_hidden_layers=s["layers"], num_attention_heads=s["heads"], num_key_value_heads=s["kv_heads"],
+    head_dim=s["head_dim"], rms_norm_eps=1e-5,
     max_position_embeddings=2048, tie_word_embeddings=False)
 ids = torch.randint(0, s["vocab"] - 1, (s["batch"], s["sequence"]))
 features = torch.randn(s["batch"], s["sequence"], s["features"] * s["hidden"])
@@ -98,7 +99,8 @@ for name in ("openai", "openai.types", "openai.types.chat", "openai.types.comple
     + """
 from speculators.losses import resolve_loss_config
 from speculators.models.dflash import DFlashDraftModel, DFlashSpeculatorConfig
-method = {"proposal_type": "greedy", "speculative_tokens": s["block"] - 1, "verifier_accept_k": 1, "accept_tolerance": 0.0}
+method = {"proposal_type": "greedy", "speculative_tokens": s["block"] - 1}
+method |= {"verifier_accept_k": 1, "accept_tolerance": 0.0}
 config = DFlashSpeculatorConfig.from_dict({
     "speculators_model_type": "dflash", "speculators_version": "0.9.0", "architectures": ["DFlashSpeculator"],
     "speculators_config": {"algorithm": "dflash", "proposal_methods": [method], "default_proposal_method": "greedy",

@@ -134,8 +134,10 @@ def test_a_record_holds_shares_rates_and_memory(kind: str, tmp_path: Path, capsy
     assert all(isinstance(value, float) for value in record["rates"].values())
     assert "share" in printed and all(stage in printed for stage in stages)
     if kind == "step":
-        assert record["memory"]["predicted_bytes"] > 0 and "expected" in printed
-        assert sum(stage["flop"] for stage in record["stages"].values()) == record["flop"]
+        assert record["memory"]["predicted_bytes"] > 0 and "expected" in printed and "without the target" in printed
+        rest = record["flop"] - record["stages"]["target"]["flop"]
+        assert record["without_target"]["flop"] == rest and record["without_target"]["seconds"] < record["cpu_seconds"]
+    assert sum(stage["flop"] for stage in record["stages"].values()) == record["flop"]
     if kind == "decode":
         assert record["rates"]["tau"] >= 1 and 0 < record["rates"]["draft_and_host_share_of_round"] < 1
         assert record["rates"]["plain_tokens_per_cpu_second"] > 0

@@ -161,7 +161,51 @@ def test_the_recipe_without_them_has_no_fault(faults_with: Any) -> None:
             ["conditioning=carryover", "trainer.accumulate_grad_batches=2"],
             ("trainer.accumulate_grad_batches: ", "2", "'carryover'", "Use 1"),
         ),
-        ({}, ["head=prefix", "head.init_std=-1"], ("head.init_std: ", "-1 is not 0 or more", "Set a")),
+        ({}, ["head=prefix", "head.init_std=-1"], ("head.init_std: ", "-1 is not 0 or more", "Set a number 0 or more")),
+        ({}, ["data.num_workers=-1"], ("data.num_workers: ", "-1 is not 0 or more", "Set a whole number 0 or more")),
+        (
+            {},
+            ["head=prefix", "block.label_layout=anchor_first", "block.block_size=8", "head.pure_slots=8"],
+            ("head.pure_slots: ", "8 leaves none of 8 drafts", "from 0 to 7"),
+        ),
+        (
+            {},
+            ["loss=stepped", "block=growing", "loss.stepped_cross_entropy.trained=24"],
+            ("loss.stepped_cross_entropy.trained: ", "24", "more than 23 drafts", "from 0 to 23"),
+        ),
+        (
+            {},
+            ["drafter=conv_transformer", "drafter.kernel_size=17"],
+            ("drafter.kernel_size: ", "17 slots", "a block has 16", "from 1 to 16"),
+        ),
+        (
+            {},
+            ["drafter=hybrid", "conditioning=seeded_target_kv", "drafter.state_kernel=99"],
+            ("drafter.state_kernel: ", "99 slots", "a block has 16"),
+        ),
+        (
+            {},
+            ["head=markov", "head.variant=recurrent", "decoding=treeflash"],
+            ("decoding.builder: ", "TableTree", "keeps a state along a path", "decoding=pctree"),
+        ),
+        (
+            {},
+            ["block=tokens", "drafter=causal_transformer", "decoding=treeflash"],
+            ("decoding.builder: ", "TableTree", "keeps a state along a path"),
+        ),
+        *(
+            ({}, ["measure=bench", f"measure.decodings=[greedy,{name}]"], ("measure.decodings: ", said, "Leave "))
+            for name, said in (
+                ("confidence", "confidence: ConfidencePolicy reads the signals confidence"),
+                ("d2sd", "null, but DualTree asks a second drafter"),
+            )
+        ),
+        ({}, ["decoding=d2sd"], ("decoding.builder.second: ", "null, but DualTree asks", "Name one")),
+        (
+            {},
+            ["decoding=d2sd", "decoding.builder.second=runs/nowhere"],
+            ("decoding.builder.second: ", "there is no runs/nowhere", "Give a run folder"),
+        ),
         (
             {},
             ["callbacks=[speculative_eval,rollout,checkpoint]", "callbacks.rollout.documents=0"],
@@ -216,6 +260,9 @@ def test_what_goes_together_is_let_through(faults_with: Any) -> None:
     together = {"head": "Speaking", "loss__own": "Listening", "decoding__policy": "Reading"}
     assert faults_with(**together) == []
     assert faults_with(decoding__builder="Tree", decoding__verifier="OnlyRules") == []
+    assert faults_with("head=markov", "head.variant=gated", "decoding=treeflash") == []
+    at_their_ends = ["block=growing", "loss=stepped", "loss.stepped_cross_entropy.trained=23"]
+    assert faults_with(*at_their_ends, "drafter=conv_transformer", "drafter.kernel_size=24") == []
 
 
 NEITHER = """from dflash_lightning.head import DraftHead

@@ -10,9 +10,11 @@ from omegaconf import OmegaConf
 from dflash_lightning.bench import Measure
 from dflash_lightning.callbacks import SpeculativeEval
 from dflash_lightning.cli import _parse
-from dflash_lightning.commands.ready import decoding_of
+from dflash_lightning.commands.drafts import FoundDraft
+from dflash_lightning.commands.ready import decoding_of, open_ready
 from dflash_lightning.decoding.builder import BestFirstTree
 from dflash_lightning.decoding.verifier import BlockVerifier, MatchVerifier
+from dflash_lightning.head import PrefixHead
 from dflash_lightning.recipe.build import list_faults
 from dflash_lightning.recipe.decoding import decoding_node
 from dflash_lightning.recipe.evaluation import has_evaluation
@@ -20,6 +22,7 @@ from dflash_lightning.recipe.faults import RecipeError
 from dflash_lightning.recipe.load import load_recipe
 from dflash_lightning.recipe.renamed import with_new_names
 from dflash_lightning.run import read_recipe
+from dflash_lightning.testing import toy_module
 
 EVALUATE = ["evaluate", "--draft", "a", "b", "--prompts", "x.jsonl"]
 
@@ -113,6 +116,19 @@ def test_other_words_are_refused_without_an_import(words: list[str], message: st
 def test_parts_that_do_not_go_together_are_refused_before_anything_is_loaded(words: list[str], message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         decoding_of(parsed(*EVALUATE, *words))
+
+
+def test_what_a_drafter_cannot_do_is_refused_before_its_target_is_looked_for() -> None:
+    nowhere = argparse.Namespace(target="nowhere", device=None, dtype=None, other_target=False)
+    draft = FoundDraft(toy_module(head=PrefixHead(state_size=4, rank=2)).draft_model, Path("mine"))
+    settings = decoding_of(parsed(*EVALUATE, "decoding=treeflash"))
+    with pytest.raises(ValueError, match=r"decoding\.builder: TableTree .* keeps a state along a path"):
+        open_ready([draft], nowhere, settings, [[1]])
+    with pytest.raises(RecipeError, match=r"decoding\.builder\.second: null, but DualTree"):
+        decoding_of(parsed(*EVALUATE, "decoding=d2sd"))
+    settings = decoding_of(parsed(*EVALUATE, "decoding=d2sd", "decoding.builder.second=runs/nowhere"))
+    with pytest.raises(ValueError, match=r"decoding\.builder\.second: there is no runs/nowhere"):
+        open_ready([draft], nowhere, settings, [[1]])
 
 
 def test_a_recipe_is_told_what_its_head_does_not_say_and_its_blocks_do_not_have() -> None:

@@ -33,6 +33,32 @@ FILES = ["target.source=./target", "data.train=rows.jsonl", "callbacks.speculati
     [
         (["conditioning.target_layer_ids=[1,9]"], r"asks for layer 9, but \./target has 4 decoder layers"),
         (["conditioning.target_layer_ids=[1,1]"], r"names a layer twice"),
+        (
+            ["data.cache_features=ram", "data.cache_also={layer_ids: [1, 4]}"],
+            r"data\.cache_also\.layer_ids: \[1, 4\] asks for layer 4, .*Name layers from 0 to 3",
+        ),
+        (
+            ["head=edge", "head.candidates=273", "loss.cross_entropy.view=base"],
+            r"head\.candidates: 273 of 272 tokens",
+        ),
+        (
+            ["decoding.adaptive=true"],
+            r"1 fault.*- decoding\.adaptive: true lets the clock choose.*true where you decode",
+        ),
+        *(
+            (
+                [
+                    "callbacks=[speculative_eval,checkpoint,expected_tau]",
+                    "callbacks.expected_tau.rows=rows.jsonl",
+                    word,
+                ],
+                said,
+            )
+            for word, said in (
+                ("decoding.adaptive=true", r"1 fault.*- decoding\.adaptive: true lets the clock"),
+                ("decoding=tree", r"1 fault.*- decoding\.builder: BestFirstTree does not draft a chain"),
+            )
+        ),
         (["conditioning.num_features=3"], r"num_features: 3 evenly spaced .* do not fit .*4 decoder layers"),
         (
             ["block.mask_token_id=272"],

@@ -22,8 +22,10 @@ from dflash_lightning.recipe.hints import advice, conform, describe, fits
 RECIPES = [name for name in recipe_names() if "/" not in name]  # test_ablations.py has those in sub-folders
 PARTNERS = {  # what an option does not go without
     ("loss", "confidence"): ["head=markov", "head.confidence=true"],
+    ("data", "served"): ["data.features.endpoints=[http://127.0.0.1:9]", "target.layers=true"],
     ("loss", "length"): ["head=length"],
     ("head", "length"): ["loss=[cross_entropy,length]"],
+    ("decoding", "d2sd"): ["decoding.builder.second=owner/second"],  # on the hub: not looked at here
     ("decoding", "length"): ["head=length", "loss=[cross_entropy,length]"],
     ("loss", "survival"): ["head=survival"],
     ("loss", "fading"): ["head=prefix"],

@@ -88,7 +88,7 @@ def test_the_window_matters_in_the_identity_test(make_target: MakeTarget, family
 def test_features_and_logits_of_kept_rows_equal_one_full_forward(make_target: MakeTarget, family: str) -> None:
     """Prefill and partly kept blocks, ragged: every committed row is what a forward over the whole sequence gives."""
     target, prompts = make_target(family), make_prompts()
-    spec = FeatureSpec((1, 3), last_hidden=True)
+    spec = FeatureSpec((1, 3), last_hidden=True, tokens=True)
     adapter = TargetAdapter(target, spec)
     first, features, lengths = adapter.prefill(prompts)
     sequences = [list(prompt) for prompt in prompts]

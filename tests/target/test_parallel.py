@@ -10,7 +10,7 @@ import torch
 from transformers import GPT2Config
 
 from dflash_lightning.callbacks.speculative_eval import check_lockstep
-from dflash_lightning.data import DraftData
+from dflash_lightning.data.features.make import FeatureSettings
 from dflash_lightning.decoding import DecodingSettings
 from dflash_lightning.target import load_target
 from dflash_lightning.target.parallel import check_ranks, plain_values
@@ -54,7 +54,7 @@ def test_a_family_without_a_plan_is_refused() -> None:
 def test_other_places_and_quantisation_do_not_go_with_it(folder: Callable[..., str], monkeypatch) -> None:
     with pytest.raises(ValueError, match=r"target\.device_map: 'auto' does not go with tensor_parallel"):
         load_target(folder(), tensor_parallel=True, device_map="auto")
-    monkeypatch.setattr("dflash_lightning.target.load.check_quantization", lambda kind: None)
+    monkeypatch.setattr("dflash_lightning.target.spread.check_quantization", lambda kind: None)
     with pytest.raises(ValueError, match=r"target\.quantization: torchao_int8 does not go with tensor_parallel"):
         load_target(folder(), tensor_parallel=True, quantization="torchao_int8")
 
@@ -73,8 +73,9 @@ def test_decoding_that_may_depend_on_time_is_refused(settings: dict) -> None:
 def test_what_ranks_do_apart_is_refused(make_target: Callable) -> None:
     target = make_target("llama")
     target.cut = True
+    settings = FeatureSettings("ram", torch.float32, "exact", FeatureSpec(), None, None)
     with pytest.raises(ValueError, match=r"data\.cache_features: .*but the target is cut over ranks.*Set it to null"):
-        DraftData(target, train="rows.jsonl", max_length=8, cache_features="ram")._make_cache(FeatureSpec())
+        settings.make(None, target, FeatureSpec(), None, row_tokens=None, say=print)
 
 
 def test_plain_weights_are_themselves() -> None:

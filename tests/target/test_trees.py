@@ -143,7 +143,7 @@ def test_a_path_that_is_kept_in_part_is_the_text_from_then_on(
 ) -> None:
     """Paths overlap the rows they move to; one row is cut short by its caller, one has ended; three rounds."""
     target = make(make_target, kind)
-    spec = FeatureSpec((1, 3), last_hidden=True)
+    spec = FeatureSpec((1, 3), last_hidden=True, tokens=True)
     adapter = TargetAdapter(target, spec, prepacked=False)
     adapter.prefill(PROMPTS)
     texts = [list(prompt) for prompt in PROMPTS]

@@ -9,6 +9,7 @@ import json
 import sys
 import types
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,8 @@ from lightning.pytorch.loggers import wandb as lightning_wandb
 
 from dflash_lightning.recipe import precision as recipe_precision
 from dflash_lightning.recipe.folders import group_options, recipe_names, recipes_folder
+from dflash_lightning.target import load_target
+from dflash_lightning.testing.stand_in import StandIn
 
 
 def load_yaml(recipe: str) -> dict[str, Any]:
@@ -58,6 +61,7 @@ SMALL: dict[str, list[str]] = {
 CHOSEN = {
     ("callbacks", "checkpoint_last"): "callbacks=[checkpoint_last]",
     ("callbacks", "expected_tau"): "callbacks=[speculative_eval,checkpoint,expected_tau]",
+    ("data", "served"): "callbacks=[checkpoint_last]",
 }
 
 # Recipes whose heads say how sure they are, for policies that read it.
@@ -119,7 +123,9 @@ def test_every_precision_clips_and_accumulates(place: Any, precision: str) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("group", "option"), OTHERS)
-def test_every_other_option_trains(place: Any, group: str, option: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_other_option_trains(
+    place: Any, group: str, option: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     fake = FakeWandb()
     if (group, option) == ("logger", "wandb"):
         for name, module in fake.modules().items():
@@ -129,6 +135,11 @@ def test_every_other_option_trains(place: Any, group: str, option: str, monkeypa
     name = f"{group}-{option}"
     recipe = SPEAKERS.get((group, option), "dflash")
     rows = [f"callbacks.expected_tau.rows={place.folder / 'train.jsonl'}"] if option == "expected_tau" else []
+    if (group, option) == ("data", "served"):
+        states = range(1, 9)  # of all layers: which of them are read is the recipe's business
+        server = StandIn(load_target(str(place.folder / "target")), states, tmp_path, max_model_len=8193).start()
+        request.addfinalizer(server.stop)
+        rows = ["data=served", f"data.features.endpoints=[{server.url}]", f"data.features.layer_ids={[*states]}"]
     if (group, option) == ("decoding", "d2sd"):  # with a second drafter, which must be there
         assert place.fit("dflash", "trainer=cpu", *SHORT, *FEW, "callbacks=[checkpoint_last]", name="second") == 0
         rows = [f"decoding.builder.second={place.run('second')}"]

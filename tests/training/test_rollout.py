@@ -120,7 +120,12 @@ def test_a_run_records_rounds_trains_on_them_and_resumes_to_the_same_bits(world,
         again, trainer = fit(tmp_path, ckpt_path=tmp_path / f"at-{step}.ckpt")
         assert trainer.global_step == steps
         assert all(torch.equal(value, whole[name]) for name, value in weights_of(again).items()), step
-    assert json.loads((tmp_path / "rounds" / "epoch-0001.json").read_text()) == kept[1]
+    place = tmp_path / "rounds" / "epoch-0001.json"
+    assert json.loads(place.read_text()) == kept[1]
+    for spoil in (lambda: place.write_text('{"drafter":'), place.unlink):
+        spoil()
+        with pytest.raises(ValueError, match=r"callbacks\.rollout: .* within epoch 1, .* not in .*epoch-0001\.json"):
+            fit(tmp_path, ckpt_path=tmp_path / "at-6.ckpt")
 
 
 @torch.no_grad()

@@ -50,6 +50,11 @@ class PlanSampler(Sampler[WindowItem]):
     def __len__(self) -> int:
         return self.length
 
+    def documents(self) -> Iterator[int]:
+        """The documents of the micro-batches that are left of the epoch, in the order in which these hold them."""
+        for item in self:
+            yield from (d for batch in item.micro_batches[item.first :] for pack in batch for d in pack)
+
     def __iter__(self) -> Iterator[WindowItem]:
         epoch, done = self.epoch, self.yielded
         share = rank_share(self.planner.epoch(epoch), self.rank, self.world)
@@ -70,7 +75,7 @@ class WindowDataset(Dataset[Any]):
             return batches
         # Tensors cross processes through shared memory and a file descriptor each: containers have 64 MB of the former
         # and 1024 of the latter. Arrays go through the pipe; ids are small.
-        return [_map_tensors(batch, lambda tensor: tensor.numpy()) for batch in batches]
+        return [map_tensors(batch, lambda tensor: tensor.numpy()) for batch in batches]
 
 
 class StatefulLoader:
@@ -80,12 +85,21 @@ class StatefulLoader:
     process, so batches that workers prepared ahead do not count. Iterating is lazy up to the first batch, because
     Lightning makes the iterator before it calls ``sampler.set_epoch``. ``len`` is the full epoch, wherever it stands.
     Lightning leaves a loader that is no ``DataLoader`` alone, so ``use_distributed_sampler`` cannot replace the plan.
+    ``expect`` hears of the documents that will come whenever iterating begins.
     """
 
     batch_sampler = None  # Lightning reads it wherever there is a ``sampler``
 
-    def __init__(self, maker: BatchMaker, sampler: PlanSampler, *, num_workers: int = 0) -> None:
+    def __init__(
+        self,
+        maker: BatchMaker,
+        sampler: PlanSampler,
+        *,
+        num_workers: int = 0,
+        expect: Callable[[Iterator[int]], None] | None = None,
+    ) -> None:
         self.sampler = sampler
+        self._expect = expect
         # With a generator of its own the DataLoader draws nothing from the global one, so training does not depend on
         # how often a loader was started.
         self._loader = DataLoader(
@@ -101,7 +115,10 @@ class StatefulLoader:
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[TrainBatch]:
-        for window in self._loader:
+        windows = iter(self._loader)  # forks its workers, which is better done before others start threads
+        if self._expect is not None:
+            self._expect(self.sampler.documents())
+        for window in windows:
             for batch in window:
                 self.sampler.advance()
                 yield _map_arrays(batch)
@@ -138,7 +155,8 @@ def _map_arrays(batch: TrainBatch) -> TrainBatch:
     return _map_leaves(batch, np.ndarray, torch.from_numpy)
 
 
-def _map_tensors(batch: TrainBatch, function: Callable[[Tensor], Any]) -> TrainBatch:
+def map_tensors(batch: TrainBatch, function: Callable[[Tensor], Any]) -> TrainBatch:
+    """The batch with ``function`` of every tensor in it, whatever its shape."""
     return _map_leaves(batch, Tensor, function)
 
 

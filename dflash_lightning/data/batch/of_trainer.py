@@ -1,12 +1,16 @@
-"""What the plan of batches must know of the trainer that runs it."""
+"""What the plan of batches, and a batch on its way to the device, must know of the trainer."""
 
 from __future__ import annotations
 
+import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
+from dflash_lightning.data.batch.loader import map_tensors
 from dflash_lightning.data.batch.packing import Planner
+from dflash_lightning.device import abilities
 from dflash_lightning.errors import SettingError
+from dflash_lightning.types import TrainBatch
 
 
 def accumulation(trainer: Trainer | None) -> int:
@@ -35,3 +39,10 @@ def batch_limit(trainer: Trainer | None, planner: Planner) -> int | None:
     limit = trainer.limit_train_batches
     length = -(-planner.num_micro_batches // trainer.world_size)
     return min(length, limit if isinstance(limit, int) else int(length * limit))
+
+
+def pinned(batch: TrainBatch, trainer: Trainer | None) -> TrainBatch:
+    """The batch in pinned memory, where copies to the trainer's device then do not wait for what it is doing."""
+    if trainer is None or not abilities(trainer.strategy.root_device).pins:
+        return batch
+    return map_tensors(batch, torch.Tensor.pin_memory)

@@ -92,7 +92,7 @@ class Planner:
             return int(self.lengths.max()), int(self.blocks.max())
         place = {int(document): index for index, document in enumerate(self.documents)}
         rows = [[place[document] for document in pack] for pack in self.packs]
-        return tuple(max(int(of[row].sum()) for row in rows) for of in (self.lengths, self.blocks))  # type: ignore[return-value]
+        return max(int(self.lengths[row].sum()) for row in rows), max(int(self.blocks[row].sum()) for row in rows)
 
     def digest(self) -> str:
         """Identifies the data's shape and the settings: resuming in the middle of an epoch needs the same."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from dflash_lightning.types import FeatureSpec, TargetFeatures, TrainBatch
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FixedRow = tuple[int, int]  # first document and last document plus one
+ReadRows = Callable[[DocumentStore, Sequence[FixedRow]], Iterator[TargetFeatures]]
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,12 @@ class FeatureCache(ABC):
         self.asked = spec
         return self
 
+    def expect(self, numbers: Iterable[int]) -> None:  # noqa: B027
+        """Hear which documents will be asked for, in that order, before an epoch or the rest of one."""
+
+    def close(self) -> None:  # noqa: B027
+        """Hear that nothing more will be asked for."""
+
     @abstractmethod
     def document(self, number: int) -> TargetFeatures:
         """Features of one document (B = 1), without its tokens, as views of what is stored: not to be written to."""
@@ -112,13 +119,15 @@ class RamFeatures(FeatureCache):
         row_tokens: int | None,
         dtype: torch.dtype,
         progress: bool = False,
+        read: ReadRows | None = None,
     ) -> None:
-        """``row_tokens`` null takes every document through the target by itself."""
+        """``row_tokens`` null takes every document through the target by itself; ``read`` null means this target."""
         super().__init__(store, Storage.of(target, spec, dtype))
         total = int(store.offsets[-1])
         self.features = self.storage.room(1, total)
         with Progress("target features", total, unit="tokens", shown=progress) as bar:
-            compute_features(store, target, fixed_rows(store, row_tokens), self.features, advance=bar.update)
+            rows = fixed_rows(store, row_tokens)
+            compute_features(store, target, rows, self.features, advance=bar.update, read=read)
 
     def document(self, number: int) -> TargetFeatures:
         return self.features.rows(*self.store.offsets[number : number + 2].tolist())
@@ -131,27 +140,35 @@ def compute_features(
     room: TargetFeatures,
     *,
     advance: Callable[[int], Any],
+    read: ReadRows | None = None,
 ) -> None:
-    """Take neighbouring fixed rows through the target and write what it gives into ``room`` [1, S], which they fill.
+    """Write the features of neighbouring fixed rows into ``room`` [1, S], which they fill.
 
-    ``advance`` hears how many positions every row had.
+    The target computes them, unless ``read`` says who else does. ``advance`` hears how many positions every row had.
     """
     spec = FeatureSpec(room.layer_ids, room.last_hidden is not None, room.kv_ids)
     start = 0
+    for features in read_rows(store, target, rows, spec) if read is None else read(store, rows):
+        if room.hidden.dtype == torch.float16:
+            check_range(features.hidden)
+        begin, start = start, write_rows(room, start, features)
+        advance(start - begin)
+    assert start == room.hidden.shape[1], "rows cover the room for them"
+
+
+def read_rows(
+    store: DocumentStore, target: FrozenTarget, rows: Sequence[FixedRow], spec: FeatureSpec
+) -> Iterator[TargetFeatures]:
+    """What the target computes for every row."""
     for first, last in rows:
         begin, end = store.offsets[first], store.offsets[last]
         ids = torch.from_numpy(store.ids[begin:end]).long()[None]
         positions = torch.cat([torch.arange(length) for length in store.lengths[first:last].tolist()])[None]
-        features = target.features(ids, positions, spec, packed=last - first > 1)
-        if room.hidden.dtype == torch.float16:
-            _check_range(features.hidden)
-        start = write_rows(room, start, features)
-        advance(ids.shape[1])
-    assert start == room.hidden.shape[1], "rows cover the room for them"
+        yield target.features(ids, positions, spec, packed=last - first > 1)
 
 
-def _check_range(hidden: Float[Tensor, "B S T H"]) -> None:
-    """Some targets have a few dimensions with huge values; float16 would hold infinities there."""
+def check_range(hidden: Float[Tensor, "B S T H"]) -> None:
+    """Refuse float16 for the few dimensions with huge values that some targets have: it would hold infinities there."""
     largest = float(hidden.abs().max()) if hidden.numel() else 0.0
     if largest > torch.finfo(torch.float16).max:
         raise SettingError(
@@ -193,6 +210,7 @@ def make_in_memory(
     dtype: torch.dtype,
     say: Callable[[str], None],
     progress: bool,
+    read: ReadRows | None = None,
 ) -> RamFeatures:
     """Features in memory, after saying how much of it they take.
 
@@ -203,7 +221,7 @@ def make_in_memory(
     needed = Storage.of(target, spec, dtype).bytes(tokens)
     say(f"data: features of {tokens} tokens take {size_text(needed)} of memory")
     _check_memory(needed)
-    return RamFeatures(store, target, spec, row_tokens=row_tokens, dtype=dtype, progress=progress)
+    return RamFeatures(store, target, spec, row_tokens=row_tokens, dtype=dtype, progress=progress, read=read)
 
 
 def _check_memory(needed: int) -> None:

@@ -7,6 +7,7 @@ import copy
 import torch
 
 from dflash_lightning.data.settings import FeatureProducts
+from dflash_lightning.device import abilities
 from dflash_lightning.ops.cpu_speed import bfloat16_is_fast
 from dflash_lightning.ops.prepacked_linear import prepack_linears
 from dflash_lightning.ops.rounded_linear import round_linears
@@ -28,7 +29,7 @@ def with_products(target: FrozenTarget, products: FeatureProducts, *, exact: boo
         ValueError: the copy's features are not the intact model's.
     """
     if products == "auto":
-        if target.device.type != "cpu" or target.dtype != torch.float32:
+        if not abilities(target.device).own_kernels or target.dtype != torch.float32:
             return target
         products = "bfloat16" if bfloat16_is_fast() and not exact else "float32"
     if products is None:

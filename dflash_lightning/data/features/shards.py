@@ -26,6 +26,7 @@ from dflash_lightning.data.features.cache import (
     fixed_rows,
     size_text,
 )
+from dflash_lightning.data.features.served import ServedFeatures
 from dflash_lightning.data.read.store import DocumentStore
 from dflash_lightning.errors import SettingError
 from dflash_lightning.files import cache_folder, write_atomic
@@ -72,10 +73,15 @@ class FeatureShards:
         dtype: torch.dtype,
         root: str | Path | None = None,
         shard_bytes: int = SHARD_BYTES,
+        served: ServedFeatures | None = None,
     ) -> None:
-        """``root`` holds a folder per key; null is the user's cache folder."""
+        """``root`` holds a folder per key; null is the user's cache folder. ``served`` null: the target computes."""
         self.store, self.target, self.storage = store, target, Storage.of(target, spec, dtype)
+        self._read = None if served is None else served.read
         self.key = feature_key(store, target, spec, row_tokens=row_tokens, dtype=dtype)
+        if served is not None:  # what computes there is not known as well as the target here
+            own = dict.fromkeys(("target", "attention", "transformers", "computed_in"), "")
+            self.key = {**self.key, **own, "served": served.key()}
         self.digest = _sha256(json.dumps(self.key, sort_keys=True).encode())
         self.folder = (cache_folder("features") if root is None else Path(root).expanduser()) / self.digest[:16]
         self.shards = list(self._plan(fixed_rows(store, row_tokens), shard_bytes))
@@ -154,7 +160,7 @@ class FeatureShards:
 
     def _make(self, shard: Shard, advance: Callable[[int], Any]) -> None:
         room = self.storage.room(1, shard.tokens)
-        compute_features(self.store, self.target, shard.rows, room, advance=advance)
+        compute_features(self.store, self.target, shard.rows, room, advance=advance, read=self._read)
         tensors = {name: value[0] for name, value in room.tensors().items()}
         content = save(tensors, metadata={**shard.about(self.digest), "checksum": _checksum(tensors)})
         try:

@@ -153,7 +153,7 @@ class TrainingRows:
         if self.rejected is not None and is_main:
             lines = "".join(json.dumps(entry) + "\n" for entry in processed.rejected)
             write_atomic(Path(self.rejected), lines)
-        self.add_provenance(processed.summary, target.facts.digest)
+        self.add_provenance(processed.summary, target.facts.digest or None)
         processed.summary.check_bad(self.max_bad_rows, self.rejected)
         return processed, [*processed.summary.lines(rejected=self.rejected), *where]
 

@@ -13,6 +13,7 @@ from dflash_lightning.decoding.cost import RoundTimer
 from dflash_lightning.decoding.law import Law
 from dflash_lightning.decoding.sampling import Sampler
 from dflash_lightning.decoding.types import Draft, Drawn, Round, Scores
+from dflash_lightning.errors import SettingError
 
 
 class DraftBuilder(Component, ABC, axis=True):
@@ -20,13 +21,15 @@ class DraftBuilder(Component, ABC, axis=True):
 
     ``drawn`` is compared with what the verifier judges; ``trees`` says whether a node may have several children.
     One with ``lanes`` asks a second drafter for that many blocks per row (``Scores.redraft``); ``second`` says where it
-    is: a run folder, a checkpoint or a drafter's folder.
+    is: a run folder, a checkpoint or a drafter's folder. ``single_tokens`` says that it asks for laws after tokens
+    without a path before them, which only a head without a state has.
     """
 
     drawn: ClassVar[Drawn]
     trees: ClassVar[bool] = False
     second: str | None = None
     lanes: int = 0
+    single_tokens: ClassVar[bool] = False
 
     @abstractmethod
     def build(self, roots: Int[Tensor, " B"], scores: Scores, where: Round, sampler: Sampler) -> Draft:
@@ -50,3 +53,12 @@ class DraftBuilder(Component, ABC, axis=True):
 
         Every decoder works with a copy of the builder, which may keep what it has seen.
         """
+
+
+def needs_paths(builder: str) -> SettingError:
+    """What is said where ``builder`` asks for laws after single tokens, and the drafter knows more of a path."""
+    return SettingError(
+        "decoding.builder",
+        f"{builder} asks for laws after single tokens, but the drafter keeps a state along a path",
+        do="Use a builder that follows paths (decoding=tree, or decoding=pctree), or a head that remembers one token",
+    )

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable
 from heapq import heappop, heappush
 
-import torch
 from jaxtyping import Int
 from torch import Tensor
 
@@ -15,6 +14,7 @@ from dflash_lightning.decoding.builder.grow import grow
 from dflash_lightning.decoding.law import highest
 from dflash_lightning.decoding.sampling import Sampler
 from dflash_lightning.decoding.types import Draft, Round, Scores
+from dflash_lightning.device import send_list
 from dflash_lightning.errors import SettingError
 from dflash_lightning.types import token_ids
 
@@ -88,10 +88,10 @@ class FanTree(DraftBuilder):
         rows = [self._tree(children, num_drafts, budget) for children in offered]
         missing = [budget - len(tokens) for tokens, _ in rows]
         filled = [[[0, *x, *[0] * empty] for x in row] for row, empty in zip(rows, missing, strict=True)]
-        tokens, parents = torch.tensor(filled, device=roots.device).unbind(1)
+        tokens, parents = send_list(filled, roots.device).unbind(1)
         tokens[:, 0] = roots
-        live = torch.tensor([[k <= budget - empty for k in range(budget + 1)] for empty in missing])
-        return Draft(tokens, self.drawn, parents=parents, live=live.to(roots.device), signals=scores.signals)
+        live = send_list([[k <= budget - empty for k in range(budget + 1)] for empty in missing], roots.device)
+        return Draft(tokens, self.drawn, parents=parents, live=live, signals=scores.signals)
 
     @property
     def _asked(self) -> int:

@@ -10,6 +10,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from dflash_lightning.device import send_list
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -50,7 +52,7 @@ class Shape:
         for depth in range(1 + max(max(row, default=0) for row in parents)):
             width = max(len(row.get(depth, ())) for row in parents)
             filled = [[*row.get(depth, ()), *[0] * (width - len(row.get(depth, ())))] for row in parents]
-            levels.append(torch.tensor(filled, device=self.parents.device))
+            levels.append(send_list(filled, self.parents.device))
         return levels
 
 
@@ -64,12 +66,12 @@ def best_first(log_probs: Float[Tensor, "B D K"], budget: int) -> Shape:
     """
     rows = [_best_first(row, budget) for row in log_probs.tolist()]
     size = budget + 1
-    nodes = torch.tensor([[[*column, *[0] * (size - len(column))] for column in row[:3]] for row in rows])
-    scores = torch.tensor([[*row[3], *[0.0] * (size - len(row[3]))] for row in rows], device=log_probs.device)
-    live = torch.tensor([[k < len(row[0]) for k in range(size)] for row in rows])
-    parents, ranks, depths = nodes.to(log_probs.device).unbind(1)
+    nodes = [[[*column, *[0] * (size - len(column))] for column in row[:3]] for row in rows]
+    parents, ranks, depths = send_list(nodes, log_probs.device).unbind(1)
+    scores = send_list([[*row[3], *[0.0] * (size - len(row[3]))] for row in rows], log_probs.device)
+    live = send_list([[k < len(row[0]) for k in range(size)] for row in rows], log_probs.device)
     height = max(max(row[2]) for row in rows)
-    return Shape(parents, ranks, depths, live.to(log_probs.device), height, scores)
+    return Shape(parents, ranks, depths, live, height, scores)
 
 
 def _best_first(log_probs: list[list[float]], budget: int) -> tuple[list[int], list[int], list[int], list[float]]:
@@ -102,5 +104,5 @@ def branching_shape(branching: list[int], batch_size: int, device: torch.device)
         ranks += list(range(count)) * len(last)
         depths += [depth] * (count * len(last))
         last = list(range(first, len(parents)))
-    table = torch.tensor([parents, ranks, depths], device=device)[:, None].expand(-1, batch_size, -1)
+    table = send_list([parents, ranks, depths], device)[:, None].expand(-1, batch_size, -1)
     return Shape(table[0], table[1], table[2], torch.ones_like(table[0], dtype=torch.bool), height=len(branching))

@@ -9,13 +9,14 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from dflash_lightning.decoding.builder.base import DraftBuilder
+from dflash_lightning.decoding.builder.base import DraftBuilder, needs_paths
 from dflash_lightning.decoding.builder.best_first import check_budget
 from dflash_lightning.decoding.builder.grow import likeliest
 from dflash_lightning.decoding.builder.steps import as_steps
 from dflash_lightning.decoding.law import highest
 from dflash_lightning.decoding.sampling import Sampler
 from dflash_lightning.decoding.types import Draft, Round, Scores
+from dflash_lightning.device import send_list
 from dflash_lightning.errors import SettingError
 from dflash_lightning.types import token_ids
 
@@ -33,12 +34,13 @@ class TableTree(DraftBuilder):
     chosen without chance; equality with the target's own tokens judges them.
 
     Raises:
-        ValueError: a number is below 1; in ``build``, the head keeps a state.
+        ValueError: a number is below 1.
     """
 
     name = "table_tree"
     drawn = "delta"
     trees = True
+    single_tokens = True
 
     def __init__(
         self,
@@ -63,9 +65,9 @@ class TableTree(DraftBuilder):
         values, tokens, onward = read_table(roots, scores, self.parents, self.branch)
         rows = [best_paths(*row, budget) for row in zip(values.tolist(), onward.tolist(), strict=True)]
         filled = [[*row, *[(0, 0, 0, 0)] * (budget - len(row))] for row in rows]
-        parent, depth, law, rank = torch.tensor(filled, device=roots.device).view(len(rows), budget, 4).unbind(-1)
+        parent, depth, law, rank = send_list(filled, roots.device).view(len(rows), budget, 4).unbind(-1)
         at = (depth * values.shape[2] + law) * values.shape[3] + rank
-        live = torch.tensor([[node <= len(row) for node in range(budget + 1)] for row in rows], device=roots.device)
+        live = send_list([[node <= len(row) for node in range(budget + 1)] for row in rows], roots.device)
         return Draft(
             torch.cat([roots[:, None], tokens.flatten(1).gather(1, at)], dim=1),
             self.drawn,
@@ -84,14 +86,10 @@ def read_table(
     the root; its other places have children of probability 0.
 
     Raises:
-        ValueError: the head keeps a state from token to token.
+        ValueError: the head keeps a state from token to token, and did not say so (``keeps_state``) before decoding.
     """
     if scores.state is not None:
-        raise SettingError(
-            "decoding.builder",
-            "TableTree asks for laws after single tokens, but the drafter's head keeps a state along a path",
-            do="Use a builder that follows paths (decoding=tree, or a layer_tree), or a head that remembers one token",
-        )
+        raise needs_paths("TableTree")
     step = as_steps(scores)
     num_drafts, columns = scores.logits.shape[1:]
     count, kept = min(parents, columns), min(branch, columns)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dflash_lightning.decoding.policy.base import WidthPolicy
 from dflash_lightning.decoding.types import Draft, Round
+from dflash_lightning.device import send_list
 from dflash_lightning.errors import SettingError
 
 RATIOS = (0.25, 0.5, 0.75, 1.0)
@@ -68,7 +69,7 @@ class SharedBudget(WidthPolicy):
             stands = torch.where(where.live[:, None], stands, -1.0)  # behind all others
         count = (stands >= 0).sum()
         falling, order = stands.flatten().sort(descending=True, stable=True)
-        ratios = torch.tensor(self.ratios, dtype=torch.float64, device=stands.device)
+        ratios = send_list(self.ratios, stands.device, torch.float64)
         budgets = (ratios * count).ceil().long()
         ranks = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         certain = count // stands.shape[1] if self.bonus else count * 0
@@ -80,7 +81,7 @@ class SharedBudget(WidthPolicy):
     ) -> Float[Tensor, " R"]:
         """What each share gives for its cost; ``falling`` are the chances of all drafts, best first."""
         sums = torch.nn.functional.pad(falling.double().cumsum(0), (1, 0))
-        costs = torch.tensor(self._costs(), dtype=torch.float64, device=falling.device)
+        costs = send_list(self._costs(), falling.device, torch.float64)
         return (sums[budgets] + certain) / costs
 
     def _costs(self) -> list[float]:

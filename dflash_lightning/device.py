@@ -1,0 +1,138 @@
+"""What the code may know of a device: the one place that asks which kind of device it is.
+
+Everything else asks for an ability by its name. So whatever a GPU switches on can be switched on for another device
+too: the tests do that for one that does not exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Abilities:
+    """What differs between devices.
+
+    ``queues``: work is put into a queue and the program runs ahead, so that reading one number waits for all of it.
+    ``own_kernels``: weights are laid out anew, and kernels are written, for this device: it is the CPU.
+    ``flex``: ``flex_attention`` runs there with gradients, compiled.
+    ``pins``: a copy from pinned host memory does not wait for the queue.
+    ``events``: the queue can be marked, a mark be waited for, and the time between two be read.
+    ``measures``: it counts the memory that its tensors take.
+    """
+
+    queues: bool = True
+    own_kernels: bool = False
+    flex: bool = False
+    pins: bool = False
+    events: bool = False
+    measures: bool = False
+
+
+_KNOWN = {
+    "cpu": Abilities(queues=False, own_kernels=True),
+    "cuda": Abilities(flex=True, pins=True, events=True, measures=True),
+}
+_OTHER = Abilities()  # the least that any accelerator can do
+
+
+def abilities(device: torch.device) -> Abilities:
+    """What ``device`` can do; of a kind that is not known here, what all can."""
+    return _KNOWN.get(device.type, _OTHER)
+
+
+def send(values: Tensor, device: torch.device) -> Tensor:
+    """``values``, of any shape on the CPU, on ``device``: without a wait for the queue where there is one."""
+    able = abilities(device)
+    if not able.queues:
+        return values.to(device)
+    return (values.pin_memory() if able.pins else values).to(device, non_blocking=True)
+
+
+def send_list(values: Sequence[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """A tensor of ``values``, shaped as they are, on ``device``; ``torch.tensor(values, device=device)`` would wait."""
+    return send(torch.tensor(values, dtype=dtype), device)
+
+
+def wait(device: torch.device) -> None:
+    """Until the device has done what it was given."""
+    if abilities(device).queues:
+        torch.accelerator.synchronize(device)
+
+
+def wait_for_gpu() -> None:
+    """Until the GPU in use, if there is one, has done what it was given."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+@runtime_checkable
+class Mark(Protocol):
+    """A place in the queue of a device."""
+
+    def synchronize(self) -> None:
+        """Wait until the device has come here."""
+
+    def elapsed_time(self, later: Any) -> float:
+        """Milliseconds between this mark and a later one, both of which the device has passed."""
+
+
+def mark(device: torch.device, *, timed: bool = False) -> Mark | None:
+    """A mark behind the work given so far; null where there is no queue to mark."""
+    if not abilities(device).events:
+        return None
+    event = torch.get_device_module(device).Event(enable_timing=timed)
+    event.record()
+    made: Mark = event
+    return made
+
+
+def gpu_mark() -> Mark | None:
+    """A timed mark in the queue of the GPU in use; null where there is none."""
+    return mark(torch.device("cuda"), timed=True) if torch.cuda.is_initialized() else None
+
+
+def peak_bytes(device: torch.device) -> int | None:
+    """The most that tensors of this process have taken on ``device``; null where it does not count that."""
+    if not abilities(device).measures:
+        return None
+    return int(torch.get_device_module(device).max_memory_allocated(device))
+
+
+def begin_peak(device: torch.device) -> int | None:
+    """Count the peak anew from here; the bytes that are held now, null where they are not counted."""
+    if not abilities(device).measures:
+        return None
+    module = torch.get_device_module(device)
+    module.reset_peak_memory_stats(device)
+    return int(module.memory_allocated(device))
+
+
+# -- the GPUs of this machine -----------------------------------------------------------------------------------------
+
+
+def best_device() -> str:
+    """Where to run unless told otherwise."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def trains_on_cpu(accelerator: Any) -> bool:
+    """Whether Lightning trains on the CPU with this setting of ``trainer.accelerator``."""
+    if accelerator == "auto":
+        return not torch.cuda.is_available() and not torch.backends.mps.is_available()
+    return bool(accelerator == "cpu")
+
+
+def gpu_name() -> str | None:
+    """What the GPU of this process is called; null without one."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
+
+
+def num_gpus() -> int:
+    """How many GPUs CUDA sees."""
+    return int(torch.cuda.device_count())
