@@ -23,6 +23,9 @@ from dflash_lightning.decoding import DecodingSettings
 from dflash_lightning.errors import SettingError
 from dflash_lightning.module import DraftModule
 from dflash_lightning.progress import print_line
+from dflash_lightning.target.parallel import check_whole
+
+_LEAVE_OUT = "Leave the callback out"
 
 
 class ExpectedTau(Callback):
@@ -99,6 +102,7 @@ class ExpectedTau(Callback):
                 f"measures a DraftModule, but the trainer was given {type(pl_module).__name__}",
                 do="Fit a DraftModule, or leave the callback out",
             )
+        check_whole(pl_module.target.cut, "callbacks.expected_tau", "every rank reads texts of its own", _LEAVE_OUT)
         self._evaluator = None
         self._texts = read_texts(
             self.rows,

@@ -22,6 +22,7 @@ from dflash_lightning.files import write_atomic
 from dflash_lightning.model import DraftModel
 from dflash_lightning.module import DraftModule
 from dflash_lightning.progress import print_line
+from dflash_lightning.target.parallel import check_whole
 from dflash_lightning.types import DecodedRound
 
 Records = dict[int, tuple[DecodedRound, ...]]
@@ -56,6 +57,7 @@ class Rollout(Callback):
             raise SettingError(
                 "callbacks.rollout", "these blocks read no rounds", do="Use block=recorded, or leave the callback out"
             )
+        check_whole(pl_module.target.cut, "callbacks.rollout", "one rank decodes for all", "Leave the callback out")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """In the middle of an epoch: what it began with."""

@@ -25,6 +25,7 @@ from dflash_lightning.decoding.metric import SpeculativeMetric
 from dflash_lightning.errors import SettingError
 from dflash_lightning.module import DraftModule
 from dflash_lightning.progress import print_line
+from dflash_lightning.target.parallel import check_whole
 from dflash_lightning.target.room import check_room
 from dflash_lightning.types import Alignment
 
@@ -114,6 +115,8 @@ class SpeculativeEval(Callback):
                 f"decodes with a DraftModule, but the trainer was given {type(pl_module).__name__}",
                 do="Fit a DraftModule, or leave the callback out",
             )
+        if pl_module.target.cut:
+            check_lockstep(self.decoding)
         self._evaluator = None
         rows = load_prompts(self.prompts, limit=self.limit)
         target = pl_module.target
@@ -200,7 +203,7 @@ class SpeculativeEval(Callback):
     def _evaluate(self, trainer: Trainer, module: DraftModule, title: str) -> Evaluation:
         draft = module.whole_draft()  # every rank, every time
         if self._evaluator is None:
-            rank, world = trainer.global_rank, trainer.world_size
+            rank, world = self._share(trainer, module)
             numbers = list(range(len(self._rendered)))[rank::world]
             self._evaluator = Evaluator(
                 module.target,
@@ -211,13 +214,20 @@ class SpeculativeEval(Callback):
                 request_ids=numbers,
                 shown=trainer.is_global_zero,
             )
-        return self._evaluator(title)
+        found = self._evaluator(title)
+        counts = trainer.is_global_zero or not module.target.cut
+        return found if counts else found.without_counts()
+
+    def _share(self, trainer: Trainer, module: DraftModule) -> tuple[int, int]:
+        """Number of this rank's first prompt, and the step to its next one; ranks that share a target decode all."""
+        return (0, 1) if module.target.cut else (trainer.global_rank, trainer.world_size)
 
     def _log(self, trainer: Trainer, module: DraftModule, evaluation: Evaluation, figures: dict[str, float]) -> None:
         for name, value in figures.items():
             # The same on every rank already: they were made from reduced sums.
             trainer.callback_metrics[name] = torch.tensor(value)
-        prompts = [self._rendered[i] for i in range(trainer.global_rank, len(self._rendered), trainer.world_size)]
+        first, step = self._share(trainer, module)
+        prompts = self._rendered[first::step]
         for logger in trainer.loggers:
             logger.log_metrics(figures, step=trainer.global_step)
             if trainer.is_global_zero:
@@ -232,6 +242,17 @@ class SpeculativeEval(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.history = state_dict["history"]
+
+
+def check_lockstep(decoding: DecodingSettings) -> None:
+    """Refuse decoding whose course depends on time: ranks that share a target must all take the same one.
+
+    Raises:
+        ValueError: names the setting.
+    """
+    timed = [name for name in ("adaptive", "builder", "policy") if getattr(decoding, name)]
+    what = "what is drafted may depend on measured time, which differs between ranks"
+    check_whole(bool(timed), f"decoding.{timed[0] if timed else ''}", what)
 
 
 def _save_last(trainer: Trainer) -> None:

@@ -66,7 +66,7 @@ def train(folder: Path, rank: int, world: int, steps: int) -> None:
     target = FrozenTarget(LlamaForCausalLM(config), name="random")
     module = tools.make_module(
         target,
-        block=Anchored(block_size=16, num_anchors=32),
+        block=Anchored(block_size=16, num_anchors=32, mask_token_id=VOCABULARY - 1),
         conditioning=KVInjection(target_layer_ids=[1, 3, 5]),
         drafter=BlockTransformer(num_layers=3),
         optim=OptimSettings(lr=1e-4),

@@ -56,7 +56,7 @@ LIBRARIES = {
     "hydra": {"recipe"},
     "omegaconf": {"recipe", "run", "commands"},
     "transformers": {"draft_config", "target", "model", "data", "export", "regenerate"},
-    "torch.distributed": {"module", "training", "callbacks"},
+    "torch.distributed": {"module", "training", "target", "callbacks"},
 }
 # Files that answer before anything heavy is loaded import inside functions, on purpose.
 LAZY = {"__init__.py", "cli.py"}

@@ -182,7 +182,7 @@ def _named_node(name: str) -> dict[str, Any]:
 def _open(node: Any, device: str | None, dtype: str | None) -> FrozenTarget:
     """``device`` null means CUDA where there is one; a ``device_map`` of the recipe stays in force."""
     check_device(device)
-    settings = dict(node)
+    settings = {key: value for key, value in node.items() if key != "tensor_parallel"}  # this is one process
     if dtype is not None:
         settings["dtype"] = dtype
     if device is not None or settings.get("device_map") is None:

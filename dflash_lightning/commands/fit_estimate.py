@@ -135,6 +135,8 @@ def estimate(parts: Parts, *, done: int = 0) -> Estimate | None:
     module, data, trainer = parts.module, parts.data, parts.trainer
     if not isinstance(module, DraftModule) or not isinstance(data, DraftData) or trainer.fast_dev_run:  # type: ignore[attr-defined]
         return None
+    if module.target.cut:  # by one process alone it can be run as little as the others can without it
+        return None
     data.setup()
     module.prepare(data)
     device = trainer.strategy.root_device

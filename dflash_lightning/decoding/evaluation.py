@@ -77,6 +77,11 @@ class Evaluation:
             return None
         return self.plain.s_per_token() / self.checked.s_per_token()
 
+    def without_counts(self) -> Evaluation:
+        """The answers alone, for a rank that has decoded what another one counts."""
+        drafts = len(self.stats.survival)
+        return replace(self, stats=DecodeStats(drafts), checked=DecodeStats(drafts), plain=DecodeStats(0))
+
     def figures(self) -> dict[str, float]:
         """What is logged, always under the same names (ranks and epochs must agree on them)."""
         stats = self.stats

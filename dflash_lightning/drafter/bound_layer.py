@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dflash_lightning.errors import SettingError
 from dflash_lightning.target import FrozenTarget
+from dflash_lightning.target.parallel import check_whole
 
 _TAKES = ("attention_mask", "position_ids", "position_embeddings")  # what the forward of a layer must know
 
@@ -25,6 +26,7 @@ class BoundLayer:
     """
 
     def __init__(self, target: FrozenTarget, index: int) -> None:
+        check_whole(target.cut, "drafter", "it runs layers of the target on blocks of each rank's own")
         self.layer: Any = target.layer(index)
         self.rotary: Any = getattr(target.anatomy.decoder, "rotary_emb", None)
         self._check(target)

@@ -16,6 +16,7 @@ from collections.abc import Callable
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dflash_lightning.device import abilities
 from dflash_lightning.ops.row_product import RowProduct, can_multiply
@@ -28,6 +29,8 @@ _SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # childr
 def can_prepack(weight: Tensor) -> bool:
     """Whether there is a layout for this weight [O I]: on the CPU, float32, or bfloat16 where oneDNN computes that."""
     if not abilities(weight.device).own_kernels or not torch.backends.mkldnn.is_available():
+        return False
+    if is_traceable_wrapper_subclass(weight):  # quantised, or cut over ranks
         return False
     if weight.dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

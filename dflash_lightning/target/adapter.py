@@ -49,6 +49,7 @@ class TargetAdapter:
         self.facts = target.facts
         self.spec = spec
         self.lm = target.lm
+        prepacked = prepacked and not target.cut
         anatomy = _decoding_copy(target, prepacked=prepacked)
         head = target.model.get_output_embeddings()
         self.head: nn.Module = prepack_linears(head) if prepacked else head

@@ -21,6 +21,7 @@ from dflash_lightning.target.families import VERIFIED_FAMILIES
 from dflash_lightning.target.frozen import FrozenTarget
 from dflash_lightning.target.intact import token_errors
 from dflash_lightning.target.masks import branch_mask, packed_mask
+from dflash_lightning.target.parallel import check_whole
 from dflash_lightning.types import FeatureSpec, TargetFeatures
 
 _PROBE = 12  # tokens
@@ -216,6 +217,7 @@ def check_branches(target: FrozenTarget) -> None:
     Raises:
         ValueError: the features differ by more than rounding, or the attention takes no masks.
     """
+    check_whole(target.cut, "conditioning", "it has the target read drafts of each rank's own")
     check_attention(target)
     if target.facts.model_type in VERIFIED_FAMILIES:
         return

@@ -18,6 +18,7 @@ from dflash_lightning import layer_ids as layers
 from dflash_lightning.errors import SettingError
 from dflash_lightning.target.absent import are_absent
 from dflash_lightning.target.families import POSITIONS, embedding_scale, length_limit, rope_settings, setting
+from dflash_lightning.target.parallel import plain_values
 from dflash_lightning.target.turn_end import template_stop_id
 from dflash_lightning.types import TargetFacts
 
@@ -95,7 +96,7 @@ def _digest(model: nn.Module, facts: TargetFacts, samples: int = 16) -> str:
     architecture = (facts.model_type, facts.vocab_size, facts.hidden_size, facts.num_layers, facts.num_heads)
     digest = hashlib.sha256(repr((*architecture, facts.num_kv_heads, facts.head_dim)).encode())
     for name, parameter in sorted(model.named_parameters()):
-        rounded = _rounded(_sample(parameter, samples))
+        rounded = _rounded(_sample(plain_values(parameter.detach()), samples))
         digest.update(f"{name}{tuple(parameter.shape)}".encode() + rounded.numpy().tobytes())
     for name, buffer in sorted(_saved_buffers(model)):
         values = _sample(buffer, samples)

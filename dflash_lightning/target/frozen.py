@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from dflash_lightning.target.intact import (
 )
 from dflash_lightning.target.masks import is_packed, packed_mask
 from dflash_lightning.target.one_device import check_one_device
+from dflash_lightning.target.parallel import check_whole, in_turns, is_cut, plain_values
 from dflash_lightning.target.text import TargetText
 from dflash_lightning.target.trunk import Trunk
 from dflash_lightning.types import FeatureSpec, TargetFeatures
@@ -41,7 +43,8 @@ class FrozenTarget:
 
     ``facts.digest`` identifies the weights: a sha256 over the architecture and a fixed sample of every tensor,
     rounded to bfloat16 so that one checkpoint loaded as float32 or bfloat16 has one digest (as float16, too, when its
-    values are bfloat16 ones). It is empty where ``has_layers`` is false.
+    values are bfloat16 ones). It is empty where ``has_layers`` is false. ``cut`` says that ranks share the layers
+    (``target.parallel``): they call together what runs them.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class FrozenTarget:
         name = name or str(model.config.name_or_path)
         families.check_family(model.config, name)
         check_one_device(parameter.device for parameter in model.parameters())
+        self.cut = is_cut(model)
         self.model = model.requires_grad_(False).eval()
         self.tokenizer = tokenizer
         self.anatomy = families.find_anatomy(model, name)
@@ -107,8 +111,9 @@ class FrozenTarget:
         return self.text.chat_template
 
     def to(self, device: torch.device | str) -> FrozenTarget:
-        """Move the weights."""
-        self.model.to(device)
+        """Move the weights, if they are elsewhere (quantised ones stay where they were made)."""
+        if torch.device(device) != self.device:
+            self.model.to(device)
         return self
 
     def check_draft(self, config: DraftConfig, *, relative: bool = False) -> None:
@@ -161,7 +166,7 @@ class FrozenTarget:
 
     def decoder_layer_state(self, i: int) -> dict[str, Tensor]:
         """Weights of decoder layer ``i`` under the layer's own names, detached (for warm starts)."""
-        return {name: value.detach() for name, value in self.layer(i).state_dict().items()}
+        return {name: plain_values(value.detach()) for name, value in self.layer(i).state_dict().items()}
 
     def layer(self, i: int) -> nn.Module:
         """Decoder layer ``i`` itself.
@@ -202,7 +207,10 @@ class FrozenTarget:
         with plain_mode(self.device):
             self._check_positions(position_ids)
             packed = is_packed(position_ids) if packed is None else packed
-            return self._features(input_ids.to(self.device), position_ids.to(self.device), spec, packed)
+            input_ids, position_ids = input_ids.to(self.device), position_ids.to(self.device)
+            if self.cut:
+                return in_turns(partial(self._features, spec), input_ids, position_ids, packed)
+            return self._features(spec, input_ids, position_ids, packed)
 
     def _check_positions(self, position_ids: Int[Tensor, "B S"]) -> None:
         """Only where one long row would silently change all others, because this may wait for a GPU."""
@@ -215,7 +223,7 @@ class FrozenTarget:
                 do="Shorten it",
             )
 
-    def _features(self, input_ids: Tensor, position_ids: Tensor, spec: FeatureSpec, packed: bool) -> TargetFeatures:
+    def _features(self, spec: FeatureSpec, input_ids: Tensor, position_ids: Tensor, packed: bool) -> TargetFeatures:
         ids, shape = input_ids, input_ids.shape
         if not (spec.layer_ids or spec.last_hidden or spec.kv_ids):
             return TargetFeatures((), ids.new_empty(*shape, 0, self.facts.hidden_size, dtype=self.dtype), ids=ids)
@@ -237,7 +245,10 @@ class FrozenTarget:
         return found
 
     def _check_keys(self, implementation: str) -> None:
-        """Refuse to hand out keys and values where packed documents would see one another."""
+        """Refuse to hand out keys and values where packed documents would see one another, or of some heads only."""
+        check_whole(
+            self.cut, "conditioning", "it reads keys and values of the target, of which a rank has its heads' only"
+        )
         if implementation not in ("sdpa", "eager"):
             raise SettingError(
                 "target.attn_implementation",

@@ -14,6 +14,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from dflash_lightning.errors import SettingError
 from dflash_lightning.target.families import attention_spans
+from dflash_lightning.target.parallel import plain_values
 
 SHORT = 8  # tokens of a probe where no window asks for more
 TAIL = 3  # tokens of a second document
@@ -100,6 +101,7 @@ def check_finite(model: PreTrainedModel, intact: Intact, name: str) -> None:
 def _is_finite(tensor: Tensor) -> bool:
     if not tensor.is_floating_point() or tensor.element_size() < 2:  # codes of a quantised weight
         return True
+    tensor = plain_values(tensor.detach())
     # A sum needs no room for a copy; it may overflow by itself.
     if bool(torch.isfinite(tensor.sum(dtype=torch.float32))):
         return True

@@ -28,6 +28,8 @@ from dflash_lightning.target.gguf import cached_folder, check_gguf_extra, dequan
 from dflash_lightning.target.one_device import check_one_device
 from dflash_lightning.target.outline import folder_or_hub, load_outline
 from dflash_lightning.target.place import TargetLocation, locate
+from dflash_lightning.target.quantization import place_for
+from dflash_lightning.target.spread import Spread
 from dflash_lightning.target.text import TargetText
 
 DTYPES = ("float32", "bfloat16", "float16", "auto")
@@ -45,6 +47,8 @@ def load_target(
     dtype: str = "float32",  # float32, bfloat16, float16, or auto: the checkpoint's own
     device: str | torch.device = "cpu",  # where the weights go
     device_map: str | dict[str, Any] | None = None,  # chooses the device instead; one device only
+    tensor_parallel: bool = False,  # cut the target over all ranks of the run, which torchrun has started
+    quantization: str | None = None,  # quantise its layers on loading: bitsandbytes_4bit or _8bit, torchao_int8
     attn_implementation: str | None = None,  # null: the family's default
     trust_remote_code: bool = False,  # run model code from the hub
     layers: bool | None = None,  # false reads embedding, final norm and head alone; null: all, unless servers have them
@@ -54,18 +58,24 @@ def load_target(
     ``source`` is a folder, a hub id, a GGUF file (local, or ``owner/repo/file.gguf`` on the hub) or
     ``package://<python package>/<file.gguf>``. ``attn_implementation`` null is the family's default: sdpa where it has
     that, else eager (Gemma 2, GPT-OSS). ``device_map`` replaces ``device``; it may name or choose one device only.
-    ``dtype`` "auto" is the checkpoint's own. ``layers`` false reads embedding, final norm and language head alone, for
-    runs whose features come from servers (a recipe's null means that, where they do); null reads all.
+    ``dtype`` "auto" is the checkpoint's own. With ``tensor_parallel`` each rank holds its share of the layers on its
+    own device (``target.parallel``), and all of them call this together. With ``quantization`` the layers are
+    quantised (``target.quantization``), and the target is another one than without. ``layers`` false reads embedding,
+    final norm and language head alone, for runs whose features come from servers (a recipe's null means that, where
+    they do); null reads all.
 
     Raises:
-        ValueError: nothing is there, an optional package is missing, ``device_map`` means several devices, the family
-            cannot work (found from the configuration, before weights are loaded), a file is damaged, the weights are
-            not those that the configuration describes, or the start-up self-check fails.
+        ValueError: nothing is there, an optional package is missing, ``device_map`` means several devices, the target
+            cannot be cut over ranks or quantised here, the family cannot work (found from the configuration, before
+            weights are loaded), a file is damaged, the weights are not those that the configuration describes, or the
+            start-up self-check fails.
     """
     if dtype not in DTYPES:
         raise SettingError("target.dtype", f"{dtype!r} is unknown", allowed=f"Use one of {list(DTYPES)}")
     if isinstance(device_map, dict):
         check_one_device(device_map.values())
+    spread = Spread(tensor_parallel, quantization)
+    spread.check(device_map, layers)
     where = locate(source)
     keywords: dict[str, Any] = {"dtype": "auto" if dtype == "auto" else getattr(torch, dtype)}
     if attn_implementation is not None:
@@ -73,12 +83,16 @@ def load_target(
     if device_map is not None:
         keywords["device_map"] = device_map
     remote = {"revision": revision, "trust_remote_code": trust_remote_code}
+    if quantization is not None and device_map is None:
+        keywords["device_map"] = device_map = place_for(quantization, device)
     with patient_bars(f"loading {source}"):
         if layers is False:
             model, tokenizer = _load_outline(where, remote, keywords["dtype"])
+        elif where.gguf_file:
+            model, tokenizer = _load_gguf(where, keywords, spread)
         else:
-            model, tokenizer = _load_gguf(where, keywords) if where.gguf_file else _load_folder(where, remote, keywords)
-        if device_map is None:
+            model, tokenizer = _load_folder(where, remote, keywords, spread)
+        if device_map is None and not tensor_parallel:
             model.to(device)
         target = FrozenTarget(model, tokenizer, name=source, revision=revision)
         warn_of_limit(model.config, source)
@@ -191,7 +205,9 @@ def _has_tokenizer(where: TargetLocation) -> bool:
     return where.gguf_file is not None or not folder.is_dir() or any((folder / f).exists() for f in _TOKENIZER_FILES)
 
 
-def _load_folder(where: TargetLocation, remote: dict[str, Any], keywords: dict[str, Any]) -> tuple[Any, Any]:
+def _load_folder(
+    where: TargetLocation, remote: dict[str, Any], keywords: dict[str, Any], spread: Spread
+) -> tuple[Any, Any]:
     """Model and tokenizer of a local folder or hub repository."""
     config = _read_config(where, remote)
     check_family(config, where.name)
@@ -201,6 +217,7 @@ def _load_folder(where: TargetLocation, remote: dict[str, Any], keywords: dict[s
         _warn_of_broken_generation(folder)
     check_structure(config, where.name)
     tokenizer = _read_tokenizer(where, remote)  # cheap, and a fault in it is said before the weights are read
+    keywords = {**keywords, **spread.keywords(config, where.name, keywords["dtype"])}
     load = partial(AutoModelForCausalLM.from_pretrained, where.location, config=config, **remote, **keywords)
     try:
         return load_model(load, config, where.name), tokenizer
@@ -226,12 +243,18 @@ def _warn_of_broken_generation(folder: Path) -> None:
         warnings.warn(f"{error} Its stop tokens are not known.", stacklevel=4)
 
 
-def _load_gguf(where: TargetLocation, keywords: dict[str, Any]) -> tuple[Any, Any]:
+def _load_gguf(where: TargetLocation, keywords: dict[str, Any], spread: Spread) -> tuple[Any, Any]:
     """Model and tokenizer of a GGUF file, by way of the dequantised copy where that can be kept."""
     check_gguf_extra(where.name)
     kept = _kept_copy(where)
     if kept is not None:
-        return _load_folder(kept, {}, keywords)
+        return _load_folder(kept, {}, keywords, spread)
+    if spread.wanted:
+        raise SettingError(
+            spread.wanted,
+            f"{where.name} could not be kept unpacked, which comes before",
+            do="Make room for the copy, or leave it out",
+        )
     file = where.local_file()
     return read(file, _read_config(_local(where), {"gguf_file": file.name}), **keywords)
 

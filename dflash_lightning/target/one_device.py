@@ -24,5 +24,6 @@ def check_one_device(devices: Iterable[Any]) -> None:
             f"it spreads the target over {', '.join(names)}, but features, embedding and language head are needed "
             "on one device",
             do="Name one (target.device_map={'': 0}, or target.device=cuda), load a smaller dtype "
-            "(target.dtype=bfloat16), or choose a smaller target",
+            "(target.dtype=bfloat16) or quantised layers (target.quantization), cut it over ranks "
+            "(target.tensor_parallel), or choose a smaller target",
         )

@@ -8,12 +8,10 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 
 HOST = "127.0.0.1"
 
@@ -67,19 +65,3 @@ def _free_port() -> int:
     with socket.socket() as found:
         found.bind((HOST, 0))
         return int(found.getsockname()[1])
-
-
-def run_script(script: Path, *arguments: str, seconds: float) -> str:
-    """Run a script of this kind in a session of its own; what it printed. After ``seconds`` all of it is killed."""
-    command = [sys.executable, str(script), *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    ) as process:
-        try:
-            output = process.communicate(timeout=seconds)[0]
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            raise
-    assert process.returncode == 0, output[-6000:]
-    return output

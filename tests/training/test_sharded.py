@@ -14,13 +14,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from dflash_lightning.block import Anchored
-from dflash_lightning.conditioning import SeededTargetKV, TokenFusion
+from dflash_lightning.conditioning import Carryover, SeededTargetKV, TokenFusion
 from dflash_lightning.drafter import CausalTransformer, FeedbackTransformer, HybridDrafter
 from dflash_lightning.head import LatticeHead, MarkovHead, RefinerHead, SelectorHead
 from dflash_lightning.loss import CandidateCrossEntropy, CrossEntropy, LatticeLoss, RefinedLoss
 from dflash_lightning.model import DraftModel
 from dflash_lightning.module import DraftModule
 from dflash_lightning.testing.toys import toy_batch, toy_module
+from dflash_lightning.training.rounds import play_round
 from dflash_lightning.training.sharded import clip, local, shard, total_norm, whole
 from dflash_lightning.types import StepContext
 
@@ -38,6 +39,8 @@ def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 def gradients(module: DraftModule) -> dict[str, torch.Tensor]:
     batch = toy_batch(module)
+    if module.draft_model.conditioning.carries:
+        batch = play_round(module.draft_model, module.target, batch, module.required(), module._lm)
     out, features = module.outputs(batch)
     shares = module.loss_shares(batch, out, features, StepContext(0, 10, 0), batch.window_totals)
     torch.stack([coef * share for coef, share in shares.values()]).sum().backward()
@@ -58,6 +61,7 @@ PARTS: dict[str, Callable[[], dict[str, Any]]] = {
     },
     "refiner": lambda: {"head": RefinerHead(rank=3), "loss": {"refined": RefinedLoss()}},
     "candidates": lambda: {"head": SelectorHead(candidates=16, rank=4), "loss": {"own": CandidateCrossEntropy()}},
+    "rounds": lambda: {"conditioning": Carryover(target_layer_ids=[1, 3], fresh=0.0)},
     "hybrid": lambda: {
         "drafter": HybridDrafter(num_layers=2, state_heads=4, state_head_dim=3, state_states=2, state_groups=2),
         "conditioning": SeededTargetKV(target_layer_ids=[1, 3]),

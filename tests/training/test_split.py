@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
+import os
+import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
-from dflash_lightning.model.found import find_draft
+from dflash_lightning.model.found import find_weights
 
 pytestmark = pytest.mark.slow
 
-HERE = Path(__file__).parent
-
-
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+SCRIPT = Path(__file__).parent / "split_run.py"
 
 
 class Runs:
@@ -40,13 +32,16 @@ class Runs:
 
 
 @pytest.fixture(scope="module")
-def runs(make_target: Any, byte_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+def runs(make_target: Any, byte_tokenizer: Any, run_group: Any, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     folder = tmp_path_factory.mktemp("split")
     make_target("llama").model.save_pretrained(folder / "target")
     byte_tokenizer.save_pretrained(folder / "target")
     texts = ("red", "a longer green", "blue")
     (folder / "prompts.jsonl").write_text("".join(json.dumps({"turns": [text]}) + "\n" for text in texts))
-    load("ranks").run_script(HERE / "split_run.py", str(folder), seconds=900)
+    done = run_group(
+        [sys.executable, str(SCRIPT), str(folder)], env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=900
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return Runs(folder)
 
 
@@ -55,9 +50,12 @@ def furthest(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> 
     return max(float((value - theirs[name]).abs().max()) for name, value in mine.items())
 
 
-@pytest.mark.parametrize("split", ["ddp2", "ddp4", "fsdp2"])
+@pytest.mark.parametrize("split", ["ddp2", "ddp4", "fsdp2", "cut"])
 def test_losses_rates_norms_and_weights_are_those_of_one_process(runs: Runs, split: str) -> None:
-    """Clipping is active in every step. Measured: figures to 1.3e-7, weights to 5e-7 after having moved by 6e-3."""
+    """Clipping is active in every step. Measured: figures to 1.3e-7, weights to 5e-7 after having moved by 6e-3.
+
+    ``cut``: two ranks that also share the target.
+    """
     alone, parts = runs["alone"]["logged"], runs[split]["logged"]
     assert len(alone) == len(parts) == 6 and len({figures["train/lr"] for figures in alone}) == 6
     for mine, theirs in zip(alone, parts, strict=True):
@@ -76,6 +74,24 @@ def test_decoding_and_expected_tau_are_those_of_one_process(runs: Runs, split: s
         for alone, parts in zip(mine, theirs, strict=True):
             assert parts == pytest.approx(alone, rel=1e-6, nan_ok=True)
     assert all(figures["decode/identical_share"] == 1.0 for figures in runs[split]["decoding"])
+
+
+def test_ranks_that_share_a_target_decode_all_prompts_and_count_them_once(runs: Runs) -> None:
+    for alone, parts in zip(runs["alone"]["decoding"], runs["cut"]["decoding"], strict=True):
+        assert parts == pytest.approx(alone, rel=1e-6, nan_ok=True)
+    assert runs["cut"]["prompts"] == runs["alone"]["prompts"] == 3
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_target_that_is_cut_is_the_whole_one_to_rounding(runs: Runs, rank: int) -> None:
+    found = torch.load(runs.folder / f"compare-{rank}.pt", weights_only=False)
+    assert max(found["hidden"], found["last"]) < 1e-5  # each rank's batch has another shape
+    assert found["rows"] == [True, True] and found["facts"] and found["layer"] and found["answers"]
+    assert found["types"] <= {torch.Tensor, torch.nn.Parameter}
+    assert found["held"] < 0.7  # half of the layers; embedding and head whole
+    assert all(
+        "but the target is cut over ranks" in found["faults"][name] for name in ("keys", "branches", "bound layer")
+    )
 
 
 def test_each_rank_holds_its_share_and_the_checkpoint_is_that_of_one_process(runs: Runs) -> None:
@@ -98,7 +114,7 @@ def test_sharded_runs_decode_with_the_weights_that_they_save(runs: Runs) -> None
         draft = torch.load(runs.folder / f"fsdp2-{rank}.pt", weights_only=False)["draft"]
         assert {f"model.{name}" for name in draft} == saved.keys()
         assert all(torch.equal(value, saved[f"model.{name}"]) for name, value in draft.items())
-    found = find_draft(str(runs.folder / "fsdp2" / "step6.ckpt")).state_dict()
+    found = find_weights(runs.folder / "fsdp2" / "step6.ckpt", setting="draft").model.state_dict()
     assert all(torch.equal(value, saved[f"model.{name}"]) for name, value in found.items())
 
 

@@ -18,6 +18,7 @@ from dflash_lightning.data.features.shards import FeatureShards
 from dflash_lightning.data.read.store import DocumentStore
 from dflash_lightning.data.settings import FeatureProducts
 from dflash_lightning.target import FrozenTarget
+from dflash_lightning.target.parallel import check_whole
 from dflash_lightning.types import FeatureSpec
 
 
@@ -57,6 +58,7 @@ class FeatureSettings:
         Raises:
             ValueError: there is no room for them, or servers do not give what they should.
         """
+        check_whole(target.cut, "data.cache_features", "every rank makes features of its own", "Set it to null")
         spec, ranks = asked | self.also, Ranks.of(trainer)
         if trainer is not None:  # loaders are made before the module's fit starts
             target = target.to(trainer.strategy.root_device)
