@@ -152,7 +152,8 @@ def test_decoding_drafts_what_training_computes_with_the_rejected_drafts_of_its_
     settings = DecodingSettings(max_new_tokens=10, batch_size=3, compile=False, prepacked=False)
     decoder = settings.make_decoder(tiny_target, model, longest_prompt=70)
     proposer, drafted = decoder.parts.proposer, []
-    step, ingest = proposer.propose, proposer.ingest
+    step, ingest, verify = proposer.propose, proposer.ingest, decoder.parts.target.verify
+    judged: list[torch.Tensor] = []
     carried_before = [torch.zeros(3, dtype=torch.long), None]
 
     def propose(*arguments):
@@ -163,10 +164,15 @@ def test_decoding_drafts_what_training_computes_with_the_rejected_drafts_of_its_
 
     def listen(features, keep, verdict):
         first = proposer.cache.cursor[:3].clone()
-        carried_before[:] = [verdict.rejected, (first, features.ids.clone(), keep)]
+        carried_before[:] = [verdict.rejected, (first, judged[-1], keep)]
         ingest(features, keep, verdict)
 
+    def judge(tokens, **settings):
+        judged.append(tokens.clone())
+        return verify(tokens, **settings)
+
     monkeypatch.setattr(proposer, "propose", propose)
+    monkeypatch.setattr(decoder.parts.target, "verify", judge)
     monkeypatch.setattr(proposer, "ingest", listen)
     result = decoder.decode(PROMPTS, max_new_tokens=10, stop_ids=())
     plain = settings.make_decoder(tiny_target, None, longest_prompt=70).decode(PROMPTS, max_new_tokens=10, stop_ids=())

@@ -16,7 +16,7 @@ from torch import nn
 from dflash_lightning import module as module_file
 from dflash_lightning.block import Anchored
 from dflash_lightning.conditioning import KVInjection
-from dflash_lightning.data import datamodule as data_file
+from dflash_lightning.data.features import make as features_file
 from dflash_lightning.drafter import BlockTransformer
 from dflash_lightning.loss import CrossEntropy, Divergence
 from dflash_lightning.model import save_draft
@@ -377,8 +377,8 @@ def test_features_that_teach_are_never_computed_with_rounded_products(
         ValueError, match=r"data\.feature_products: bfloat16 rounds .*loss\.divergence .*Set it to auto"
     ):
         make_module(tiny_target, loss=TAUGHT).prepare(make_data(tiny_target, write_rows([9, 12]), **made))
-    used, original = [], data_file.with_products
-    monkeypatch.setattr(data_file, "with_products", lambda *a, **k: used.append(original(*a, **k)) or used[-1])
+    used, original = [], features_file.with_products
+    monkeypatch.setattr(features_file, "with_products", lambda *a, **k: used.append(original(*a, **k)) or used[-1])
     for loss in (TAUGHT, {"ce": CrossEntropy()}):
         data = make_data(tiny_target, write_rows([9, 12]), cache_features="ram", feature_products="auto")
         make_trainer(tmp_path, max_steps=1).fit(make_module(tiny_target, loss=loss), datamodule=data)

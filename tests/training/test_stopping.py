@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch import Callback
 
 from dflash_lightning.callbacks import SpeculativeEval
-from dflash_lightning.data import datamodule
+from dflash_lightning.data.features import make
 from dflash_lightning.module import DraftModule
 
 PLAIN = ["data.packing=false", "trainer.max_epochs=2"]
@@ -143,7 +143,7 @@ def test_a_signal_while_features_are_made_ends_at_once(
         os.kill(os.getpid(), signal.SIGTERM)
         raise AssertionError("went on")
 
-    monkeypatch.setattr(datamodule, "make_in_memory", interrupted)
+    monkeypatch.setattr(make, "make_in_memory", interrupted)
     assert place.fit("smoke", *BLIND, "data.cache_features=ram", name="features") == 130
     assert "interrupted by SIGTERM at step 0; there is no checkpoint yet" in capfd.readouterr().err
 
