@@ -13,7 +13,7 @@ from dflash_lightning.block.base import BlockConstructor
 from dflash_lightning.data.batch.collate import BatchMaker, WindowItem
 from dflash_lightning.data.batch.exact_resume import ExactResume
 from dflash_lightning.data.batch.loader import PlanSampler, StatefulLoader
-from dflash_lightning.data.batch.of_trainer import accumulation, batch_limit, pinned
+from dflash_lightning.data.batch.of_trainer import accumulation, batch_limit, check_begin, pinned
 from dflash_lightning.data.batch.packing import Planner, PlanSettings
 from dflash_lightning.data.features.cache import DTYPES, FeatureCache
 from dflash_lightning.data.features.make import FeatureSettings
@@ -323,6 +323,7 @@ class DraftData(LightningDataModule):
         """Take the features from the cache while ids are still on the CPU, so that no device sync is needed."""
         if self._cache is not None:
             batch.features = self._cache.gather(batch)
+        check_begin(self._loader, self.trainer)
         return pinned(batch, self.trainer)
 
     def on_after_batch_transfer(self, batch: TrainBatch, dataloader_idx: int) -> TrainBatch:

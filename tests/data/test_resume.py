@@ -234,3 +234,21 @@ def test_state_of_other_data_is_refused_inside_an_epoch_only(tiny_target: Frozen
         other.load_state_dict(saved.state_dict())
     other.load_state_dict({**saved.state_dict(), "epoch": 3, "yielded": 0})
     assert other.sampler.epoch == 3
+
+
+def test_a_run_cut_after_the_last_batch_of_an_epoch_does_not_go_on_where_that_epoch_is_longer(
+    tiny_target: FrozenTarget, rows: str, per_epoch: int, tmp_path: Path
+) -> None:
+    """Lightning then believes to be inside the epoch and would leave out as much of the next; at its end it does not."""
+    fewer = tmp_path / "fewer.jsonl"
+    fewer.write_text("\n".join(Path(rows).read_text().splitlines()[:8]))
+    short = len(fit(tiny_target, str(fewer), max_epochs=1).seen)
+    assert short < per_epoch
+    cut = CutAt(tmp_path, batches=2 * short)
+    fit(tiny_target, str(fewer), cut=cut)
+    with pytest.raises(ValueError, match=r"after the last micro-batch of epoch 1.*checkpoint of an epoch's end"):
+        fit(tiny_target, rows, resume=cut.path)
+    cut = CutAt(tmp_path, epochs=2)
+    fit(tiny_target, str(fewer), cut=cut)
+    rest = fit(tiny_target, rows, resume=cut.path)
+    assert [epoch for epoch, _, _ in rest.seen] == [2] * per_epoch + [3] * per_epoch

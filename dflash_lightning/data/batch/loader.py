@@ -35,11 +35,27 @@ class PlanSampler(Sampler[WindowItem]):
         self.limit = self.length if limit is None else limit
         self.epoch = 0
         self.yielded = 0
+        self.of_another_plan = False
+
+    def go_to(self, epoch: int, yielded: int, *, of_another_plan: bool) -> None:
+        """Stand where a checkpoint says: one of another plan stands at the start of an epoch."""
+        self.epoch, self.yielded, self.of_another_plan = epoch, yielded, of_another_plan
 
     def set_epoch(self, epoch: int) -> None:
         """Called by Lightning before every epoch; a position restored for this very epoch stays."""
         if epoch != self.epoch:
             self.epoch, self.yielded = epoch, 0
+
+    def begin(self, done: int) -> None:
+        """Told before a batch is trained on how many of its epoch Lightning counts as done.
+
+        Raises:
+            SettingError: the checkpoint was written right after the last micro-batch of an epoch that is longer now:
+                Lightning believes to be inside it, and would leave out as many micro-batches of the next one.
+        """
+        if self.of_another_plan and done:
+            raise _inside(self.epoch - 1, "the last micro-batch")
+        self.of_another_plan = False
 
     def advance(self) -> None:
         """Count one micro-batch as handed out; after the last one stand at the start of the next epoch."""
@@ -132,19 +148,24 @@ class StatefulLoader:
         Raises:
             ValueError: the position lies inside an epoch of other data or settings, where it means nothing.
         """
-        if state["yielded"] and state["plan"] != self._plan():
-            raise SettingError(
-                "data",
-                f"the checkpoint was written after micro-batch {state['yielded']} of epoch {state['epoch']}, but "
-                "data, packing, accumulation or number of processes have changed since, so nobody knows what is "
-                "left of that epoch",
-                do="Restore them, resume from a checkpoint of an epoch's end, or start anew with --fresh",
-            )
-        self.sampler.epoch, self.sampler.yielded = state["epoch"], state["yielded"]
+        other = state["plan"] != self._plan()
+        if state["yielded"] and other:
+            raise _inside(state["epoch"], f"micro-batch {state['yielded']}")
+        self.sampler.go_to(state["epoch"], state["yielded"], of_another_plan=other)
 
     def _plan(self) -> str:
         sampler = self.sampler
         return f"{sampler.planner.digest()}/{sampler.world}/{sampler.accumulate}"
+
+
+def _inside(epoch: int, place: str) -> SettingError:
+    """A checkpoint of another plan was written inside an epoch."""
+    return SettingError(
+        "data",
+        f"the checkpoint was written after {place} of epoch {epoch}, but data, packing, accumulation or number of "
+        "processes have changed since, so nobody knows what is left of that epoch",
+        do="Restore them, resume from a checkpoint of an epoch's end, or start anew with --fresh",
+    )
 
 
 def _as_is(value: Any) -> Any:

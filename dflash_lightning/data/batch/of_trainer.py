@@ -6,7 +6,7 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
-from dflash_lightning.data.batch.loader import map_tensors
+from dflash_lightning.data.batch.loader import StatefulLoader, map_tensors
 from dflash_lightning.data.batch.packing import Planner
 from dflash_lightning.device import abilities
 from dflash_lightning.errors import SettingError
@@ -39,6 +39,16 @@ def batch_limit(trainer: Trainer | None, planner: Planner) -> int | None:
     limit = trainer.limit_train_batches
     length = -(-planner.num_micro_batches // trainer.world_size)
     return min(length, limit if isinstance(limit, int) else int(length * limit))
+
+
+def check_begin(loader: StatefulLoader | None, trainer: Trainer | None) -> None:
+    """Hold the loader's position against Lightning's, before a batch is trained on.
+
+    Raises:
+        SettingError: see ``PlanSampler.begin``.
+    """
+    if loader is not None and trainer is not None:
+        loader.sampler.begin(trainer.fit_loop.epoch_loop.batch_progress.current.ready)
 
 
 def pinned(batch: TrainBatch, trainer: Trainer | None) -> TrainBatch:
