@@ -239,7 +239,7 @@ def test_state_of_other_data_is_refused_inside_an_epoch_only(tiny_target: Frozen
 def test_a_run_cut_after_the_last_batch_of_an_epoch_does_not_go_on_where_that_epoch_is_longer(
     tiny_target: FrozenTarget, rows: str, per_epoch: int, tmp_path: Path
 ) -> None:
-    """Lightning then believes to be inside the epoch and would leave out as much of the next; at its end it does not."""
+    """Lightning then believes to be inside the epoch and would leave out as much of the next; at its end not."""
     fewer = tmp_path / "fewer.jsonl"
     fewer.write_text("\n".join(Path(rows).read_text().splitlines()[:8]))
     short = len(fit(tiny_target, str(fewer), max_epochs=1).seen)
