@@ -116,9 +116,19 @@ def begin_peak(device: torch.device) -> int | None:
 # -- the GPUs of this machine -----------------------------------------------------------------------------------------
 
 
+def has_gpu() -> bool:
+    """Whether CUDA can be used here."""
+    return torch.cuda.is_available()
+
+
+def use_gpu(number: int) -> None:
+    """Run on this GPU whatever names none."""
+    torch.cuda.set_device(number)
+
+
 def best_device() -> str:
     """Where to run unless told otherwise."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    return "cuda" if has_gpu() else "cpu"
 
 
 def trains_on_cpu(accelerator: Any) -> bool:

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PretrainedConfig
 from transformers.distributed import DistributedConfig
 
+from dflash_lightning.device import has_gpu, use_gpu
 from dflash_lightning.errors import SettingError
 from dflash_lightning.target.families import causal_lm_class, setting
 from dflash_lightning.types import TargetFeatures
@@ -67,9 +68,9 @@ def cutting(config: PretrainedConfig, name: str) -> dict[str, Any]:
     """
     world = check_ranks(config, name)
     if not torch.distributed.is_initialized():
-        on_gpu = torch.cuda.is_available()
+        on_gpu = has_gpu()
         if on_gpu:
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+            use_gpu(int(os.environ["LOCAL_RANK"]))
         torch.distributed.init_process_group("nccl" if on_gpu else "gloo", timeout=_PATIENCE)
     whole_parts = {part: "replicate" for part in _rows_of_tokens(config)}
     return {"distributed_config": DistributedConfig(tp_size=world, tp_plan=whole_parts)}

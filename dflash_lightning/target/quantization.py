@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers import BitsAndBytesConfig, PretrainedConfig, TorchAoConfig
 
+from dflash_lightning.device import abilities, has_gpu
 from dflash_lightning.errors import SettingError
 from dflash_lightning.target.families import setting
 
@@ -42,13 +43,13 @@ def check_quantization(kind: str) -> None:
         raise SettingError(
             _SETTING, f"{kind} needs {' and '.join(missing)}", do=f"Run: pip install {' '.join(missing)}"
         )
-    if _on_gpu_only(kind) and not torch.cuda.is_available():
+    if _on_gpu_only(kind) and not has_gpu():
         raise SettingError(_SETTING, f"{kind} needs a CUDA GPU, and there is none", do="Use torchao_int8, or null")
 
 
 def place_for(kind: str, device: torch.device | str) -> dict[str, str]:
     """Where the layers are quantised: on ``device``, but never on the CPU by what computes on GPUs only."""
-    on_cpu = torch.device(device).type == "cpu"
+    on_cpu = not abilities(torch.device(device)).queues
     return {"": f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if on_cpu and _on_gpu_only(kind) else str(device)}
 
 
