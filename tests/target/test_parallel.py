@@ -73,7 +73,7 @@ def test_decoding_that_may_depend_on_time_is_refused(settings: dict) -> None:
 def test_what_ranks_do_apart_is_refused(make_target: Callable) -> None:
     target = make_target("llama")
     target.cut = True
-    settings = FeatureSettings("ram", torch.float32, "exact", FeatureSpec(), None, None)
+    settings = FeatureSettings("ram", torch.float32, None, FeatureSpec(), None, None)
     with pytest.raises(ValueError, match=r"data\.cache_features: .*but the target is cut over ranks.*Set it to null"):
         settings.make(None, target, FeatureSpec(), None, row_tokens=None, say=print)
 
