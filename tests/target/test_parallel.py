@@ -11,6 +11,7 @@ from transformers import GPT2Config
 
 from dflash_lightning.callbacks.speculative_eval import check_lockstep
 from dflash_lightning.data.features.make import FeatureSettings
+from dflash_lightning.data.read.store import DocumentStore
 from dflash_lightning.decoding import DecodingSettings
 from dflash_lightning.target import load_target
 from dflash_lightning.target.parallel import check_ranks, plain_values
@@ -73,9 +74,9 @@ def test_decoding_that_may_depend_on_time_is_refused(settings: dict) -> None:
 def test_what_ranks_do_apart_is_refused(make_target: Callable) -> None:
     target = make_target("llama")
     target.cut = True
-    settings = FeatureSettings("ram", torch.float32, "exact", FeatureSpec(), None, None)
+    settings = FeatureSettings("ram", torch.float32, None, FeatureSpec(), None, None)
     with pytest.raises(ValueError, match=r"data\.cache_features: .*but the target is cut over ranks.*Set it to null"):
-        settings.make(None, target, FeatureSpec(), None, row_tokens=None, say=print)
+        settings.make(DocumentStore.__new__(DocumentStore), target, FeatureSpec(), None, row_tokens=None, say=print)
 
 
 def test_plain_weights_are_themselves() -> None:
