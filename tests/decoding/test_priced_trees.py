@@ -129,7 +129,7 @@ def test_the_mean_of_rounds_chooses_the_next_size_of_a_grid() -> None:
 
 @pytest.mark.parametrize(
     ("settings", "nodes"),
-    [({}, 11), ({"bucket": 4}, 8), ({"bucket": 32, "min_budget": 16}, 16), ({"min_budget": 14}, 14)],
+    [({}, 11), ({"bucket": 4}, 8), ({"bucket": 16, "min_budget": 16}, 16), ({"min_budget": 14}, 14)],
     ids=str,
 )
 def test_sizes_are_cut_to_buckets_and_have_a_floor(settings: dict, nodes: int) -> None:

@@ -31,6 +31,8 @@ TOKENS = Anchored(block_size=4, num_anchors=24, inputs="tokens", label_layout="a
 @pytest.fixture(scope="module")
 def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """Of one process."""
+    if torch.distributed.is_initialized():  # by a run of an earlier test in this process
+        torch.distributed.destroy_process_group()
     store = tmp_path_factory.mktemp("mesh") / "store"
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
     yield init_device_mesh("cpu", (1,))
