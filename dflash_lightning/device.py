@@ -134,13 +134,13 @@ def best_device() -> str:
 def trains_on_cpu(accelerator: Any) -> bool:
     """Whether Lightning trains on the CPU with this setting of ``trainer.accelerator``."""
     if accelerator == "auto":
-        return not torch.cuda.is_available() and not torch.backends.mps.is_available()
+        return not has_gpu() and not torch.backends.mps.is_available()
     return bool(accelerator == "cpu")
 
 
 def gpu_name() -> str | None:
     """What the GPU of this process is called; null without one."""
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return torch.cuda.get_device_name() if has_gpu() else None
 
 
 def num_gpus() -> int:

@@ -28,6 +28,7 @@ from dflash_lightning.model import DraftModel
 from dflash_lightning.model.start import DraftPlan
 from dflash_lightning.ops.lm_head import Argmax, HeadOutput, LanguageHead, Teacher
 from dflash_lightning.target import FrozenTarget
+from dflash_lightning.target.parallel import is_cut
 from dflash_lightning.training.growth import follow_checkpoint
 from dflash_lightning.training.guard import (
     ADVICE,
@@ -49,7 +50,7 @@ from dflash_lightning.training.requirements import (
     check_teacher,
 )
 from dflash_lightning.training.rounds import begin_rounds, play_round
-from dflash_lightning.training.sharded import broken, clip, gathered, is_sharded, shard, total_norm
+from dflash_lightning.training.sharded import broken, clip, gathered, shard, total_norm
 from dflash_lightning.types import BlockLayout, FeatureSpec, SlotTotals, StepContext, TargetFeatures, TrainBatch
 
 
@@ -110,7 +111,7 @@ class DraftModule(LightningModule):
     def configure_model(self) -> None:
         """Build the drafter for the target and the data; does nothing when it is built already."""
         self.prepare(self.trainer.datamodule if self._trainer is not None else None)  # type: ignore[attr-defined]
-        if self.device_mesh is not None and not is_sharded(self.draft_model):  # of ``ShardedStrategy``
+        if self.device_mesh is not None and not is_cut(self.draft_model):  # of ``ShardedStrategy``
             shard(self.draft_model, self.device_mesh["data_parallel"])
 
     def prepare(self, data: Any | None) -> None:
@@ -147,7 +148,7 @@ class DraftModule(LightningModule):
 
         Where it is sharded this is a copy, which the next call makes up to date.
         """
-        if is_sharded(self.draft_model):
+        if is_cut(self.draft_model):
             self._whole = [gathered(self.draft_model, self.target, *self._whole)]
         return self._whole[0] if self._whole else self.draft_model
 
@@ -300,7 +301,7 @@ class DraftModule(LightningModule):
         would see scaled gradients. bfloat16 has none, and float16 gets an optimizer that is not fused.
         """
         if gradient_clip_val:
-            clip(optimizer, float(gradient_clip_val), None if gradient_clip_algorithm == "value" else self._norm)
+            clip(optimizer, float(gradient_clip_val), self._norm, gradient_clip_algorithm)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         total = self.trainer.estimated_stepping_batches

@@ -10,13 +10,13 @@ the second process costs in work, the blocks per second what it brings on this m
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
+import sys
 import tempfile
 import time
+from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 
 import torch
 from lightning.pytorch import Callback
@@ -28,17 +28,8 @@ from dflash_lightning.drafter import BlockTransformer
 from dflash_lightning.module import OptimSettings
 from dflash_lightning.target import FrozenTarget
 
+sys.path.insert(0, str(Path(__file__).parent / "training"))  # helpers of the training tests
 VOCABULARY, WIDTH, LENGTH, WARM_UP = 16384, 384, 384, 3
-
-
-def load(name: str) -> ModuleType:
-    """A helper of the training tests."""
-    path = Path(__file__).parent / "training" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 class Clock(Callback):
@@ -57,7 +48,7 @@ class Clock(Callback):
 
 
 def train(folder: Path, rank: int, world: int, steps: int) -> None:
-    tools = load("conftest")
+    tools = import_module("conftest")
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=1024, num_hidden_layers=8, num_attention_heads=6,
@@ -85,7 +76,7 @@ def train(folder: Path, rank: int, world: int, steps: int) -> None:
 
 def measure(world: int, steps: int) -> tuple[float, float]:
     """Blocks per second and CPU-milliseconds per block of ``world`` processes."""
-    tools = load("conftest")
+    tools = import_module("conftest")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         rows = tools.token_rows([LENGTH] * (steps * world))
@@ -97,7 +88,7 @@ def measure(world: int, steps: int) -> tuple[float, float]:
             os.dup2(null, 1)
             train(folder, rank, world, steps)
 
-        load("ranks").in_ranks(world, work, seconds=900)
+        import_module("ranks").in_ranks(world, work, seconds=900)
         found = [json.loads((folder / f"{world}-{rank}.json").read_text()) for rank in range(world)]
     blocks, wall, cpu = (sum(part) for part in zip(*found, strict=True))
     return blocks / (wall / world), 1000 * cpu / blocks

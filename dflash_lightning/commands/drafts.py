@@ -186,5 +186,5 @@ def _open(node: Any, device: str | None, dtype: str | None) -> FrozenTarget:
     if dtype is not None:
         settings["dtype"] = dtype
     if device is not None or settings.get("device_map") is None:
-        settings["device"] = device or (best_device())
+        settings["device"] = device or best_device()
     return make_target(settings)

@@ -9,9 +9,6 @@ from typing import Any
 from dflash_lightning.commands.drafts import FoundDraft, open_target_of, open_text_of, use_draft
 from dflash_lightning.data import render_prompt
 from dflash_lightning.decoding import DecodingSettings
-from dflash_lightning.decoding.choice import choose_strategies
-from dflash_lightning.decoding.dual_proposer import check_pair
-from dflash_lightning.decoding.parts import check_memory, check_signals
 from dflash_lightning.recipe.arguments import by_import
 from dflash_lightning.recipe.decoding import decoding_node
 from dflash_lightning.recipe.make import make
@@ -69,12 +66,10 @@ def check_decoding(draft: FoundDraft, settings: DecodingSettings, *, alone: bool
             another number of tokens than a second drafter that the builder asks.
     """
     try:
-        builder, verifier = choose_strategies(**settings.strategies, sampling=settings.sampling)
-        check_signals(settings.strategies["policy"], builder, draft.model.head, verifier)
-        check_memory(builder, draft.model.keeps_state)
-        settings.num_drafts(draft.model)
-        if builder.second is not None:
-            check_pair(builder.second, draft.model.alignment, settings.block_size)
+        model = draft.model
+        for check in settings.checks(model.head, keeps_state=model.keeps_state, alignment=model.alignment):
+            check()
+        settings.num_drafts(model)
     except ValueError as error:
         raise error if alone else ValueError(f"{draft.source}: {error}") from None
 

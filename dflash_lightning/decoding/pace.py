@@ -108,6 +108,6 @@ class Pace:
 
     def _affordable(self) -> int:
         """Rounds of the chosen kind after which a look at the other one costs ``LOST_SHARE`` of their time."""
-        mine, other = (self._rates[kind] for kind in (self._pays(), not self._pays()))
+        mine, other = self._rates[bool(self._choice)], self._rates[not self._choice]
         lost = (CHECK_ROUNDS + 1) * max(0.0, other.round_seconds - other.mean_tokens / mine())
         return math.ceil(lost / (LOST_SHARE * mine.round_seconds))

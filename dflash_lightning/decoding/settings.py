@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any, Literal
 
 from dflash_lightning.component import Component
@@ -10,12 +12,16 @@ from dflash_lightning.decoding.builder import DraftBuilder
 from dflash_lightning.decoding.choice import check_drawn_tree, check_second, choose_strategies, named_part
 from dflash_lightning.decoding.decoder import SpeculativeDecoder
 from dflash_lightning.decoding.draft_proposer import num_drafts
+from dflash_lightning.decoding.dual_proposer import check_pair
+from dflash_lightning.decoding.parts import check_memory, check_signals
 from dflash_lightning.decoding.policy import WidthPolicy
 from dflash_lightning.decoding.sampling import SamplingSpec
 from dflash_lightning.decoding.verifier import Verifier
 from dflash_lightning.errors import SettingError
+from dflash_lightning.head import DraftHead
 from dflash_lightning.model import DraftModel
 from dflash_lightning.target import FrozenTarget
+from dflash_lightning.types import Alignment
 
 _STRATEGIES = ("builder", "policy", "verifier")
 
@@ -97,6 +103,17 @@ class DecodingSettings:
         """Whether drafted output equals plain output token for token; by rejection it is only distributed alike."""
         _, verifier = choose_strategies(**self.strategies, sampling=self.sampling)
         return verifier.repeatable or self.sampling.greedy
+
+    def checks(self, head: DraftHead, *, keeps_state: bool, alignment: Alignment) -> Iterator[Callable[[], object]]:
+        """Calls that raise a ``ValueError`` of what these settings ask of a drafter and it cannot give.
+
+        ``keeps_state`` and ``alignment`` are the drafter's; no weight is read.
+        """
+        builder, verifier = choose_strategies(**self.strategies, sampling=self.sampling)
+        yield partial(check_signals, self.strategies["policy"], builder, head, verifier)
+        yield partial(check_memory, builder, keeps_state)
+        if builder.second is not None:
+            yield partial(check_pair, builder.second, alignment, self.block_size)
 
     def num_drafts(self, draft: DraftModel) -> int:
         """Tokens drafted per round.

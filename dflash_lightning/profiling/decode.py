@@ -50,19 +50,22 @@ def measure_decode(shape: Shape, place: Place, *, repeats: int, new_tokens: int,
         flop=work.by_stage(),
         product_seconds=product_seconds(work, place),
         memory=peak.figures(),
-        rates=_rates(drafted, whole, without, plain[0], place),
+        rates=_rates(drafted, stages, whole, without, plain[0], place),
     )
 
 
 def _rates(
-    drafted: list[DecodeStats], whole: Spent, without: Spent, plain: DecodeStats, place: Place
+    drafted: list[DecodeStats],
+    stages: dict[str, Spent],
+    whole: Spent,
+    without: Spent,
+    plain: DecodeStats,
+    place: Place,
 ) -> dict[str, float]:
     """Milliseconds of a round by stage, what drafting adds to it, and tokens per second."""
     cycles = sum(stats.cycles for stats in drafted)
-    rounds = {
-        stage: _sum([_spent(stats, stage) for stats in drafted]) for stage in ("draft", "verify", "commit", "host")
-    }
-    taken = {stage: spent.cpu if place.clock else spent.wall for stage, spent in rounds.items()}
+    of_rounds = {stage: spent for stage, spent in stages.items() if stage != "prefill"}
+    taken = {stage: spent.cpu if place.clock else spent.wall for stage, spent in of_rounds.items()}
     total = sum(taken.values())
     return {
         **{f"{stage}_ms_per_round": 1e3 * seconds / max(1, cycles) for stage, seconds in taken.items()},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -93,6 +93,14 @@ def _rated(seconds: float, flop: int, product_seconds: float) -> dict[str, Any]:
         "product_seconds": product_seconds,
         "share_of_product_rate": product_seconds / seconds if seconds else 0.0,
     }
+
+
+def timed(run: Callable[[], object]) -> Spent:
+    """What a call takes."""
+    spent = Spent()
+    with spent.timed():
+        run()
+    return spent
 
 
 def median(whole: Sequence[Spent]) -> Spent:

@@ -34,16 +34,6 @@ class StageTimes:
         if tensor.requires_grad:
             tensor.register_hook(lambda gradient: self.switch(stage))
 
-    def seconds(self, clock: str) -> dict[str, float]:
-        """Of the ``wall`` or the ``cpu`` clock, by stage."""
-        return {stage: getattr(spent, clock) for stage, spent in self.spent.items()}
-
-    def shares(self, clock: str) -> dict[str, float]:
-        """Of all that was timed."""
-        found = self.seconds(clock)
-        total = sum(found.values())
-        return {stage: seconds / total if total else 0.0 for stage, seconds in found.items()}
-
 
 @contextmanager
 def watching(model: DraftModel, times: StageTimes) -> Iterator[None]:

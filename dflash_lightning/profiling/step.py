@@ -8,9 +8,8 @@ import torch
 
 from dflash_lightning.model.memory import StepMemory, step_memory
 from dflash_lightning.module import DraftModule
-from dflash_lightning.ops.clock import Spent
 from dflash_lightning.profiling.build import Place, build_batch, build_module, build_target
-from dflash_lightning.profiling.figures import Figures, median
+from dflash_lightning.profiling.figures import Figures, median, timed
 from dflash_lightning.profiling.peak_memory import MemoryWatch
 from dflash_lightning.profiling.product_rate import product_seconds
 from dflash_lightning.profiling.shape import Shape
@@ -91,7 +90,7 @@ def measure_step(shape: Shape, place: Place, *, repeats: int) -> Figures:
     Step.make(_WARM, place).run(StageTimes(STEP_STAGES))
     step = Step.make(shape, place)
     memory = MemoryWatch(step.module.target.device)
-    whole = [_timed(step) for _ in range(repeats + 1)]
+    whole = [timed(lambda: step.run(StageTimes(STEP_STAGES))) for _ in range(repeats + 1)]
     peak = memory.peak()
     times = StageTimes(STEP_STAGES)
     with watching(step.module.draft_model, times):
@@ -108,10 +107,3 @@ def measure_step(shape: Shape, place: Place, *, repeats: int) -> Figures:
         product_seconds=product_seconds(work, place),
         memory={**peak.figures(), **step.memory().figures()},
     )
-
-
-def _timed(step: Step) -> Spent:
-    spent = Spent()
-    with spent.timed():
-        step.run(StageTimes(STEP_STAGES))
-    return spent

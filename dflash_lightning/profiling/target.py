@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from dflash_lightning.ops.clock import Spent
 from dflash_lightning.profiling.build import Place, build_prompts, build_target
-from dflash_lightning.profiling.figures import Figures, median
+from dflash_lightning.profiling.figures import Figures, median, timed
 from dflash_lightning.profiling.peak_memory import MemoryWatch
 from dflash_lightning.profiling.product_rate import product_seconds
 from dflash_lightning.profiling.shape import Shape
@@ -38,10 +37,10 @@ def measure_target(shape: Shape, place: Place, *, repeats: int) -> Figures:
 
     target.features(ids[:, :8], positions[:, :8], spec, packed=False)  # libraries load what they use first
     memory = MemoryWatch(target.device)
-    whole = [_timed(read) for _ in range(repeats + 1)]
+    whole = [timed(read) for _ in range(repeats + 1)]
     peak = memory.peak()
     memory = MemoryWatch(target.device)
-    others = [_timed(full) for _ in range(repeats + 1)]
+    others = [timed(full) for _ in range(repeats + 1)]
     full_peak = memory.peak()
     times = StageTimes(_STAGES)
     with _watching(target, times):
@@ -66,13 +65,6 @@ def measure_target(shape: Shape, place: Place, *, repeats: int) -> Figures:
             "full_forward_growth_mib": full_peak.growth / 2**20,
         },
     )
-
-
-def _timed(run: Any) -> Spent:
-    spent = Spent()
-    with spent.timed():
-        run()
-    return spent
 
 
 @contextmanager

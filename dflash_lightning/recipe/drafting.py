@@ -11,9 +11,6 @@ from dflash_lightning.acceptance.rule import AcceptanceRule
 from dflash_lightning.block import BlockConstructor
 from dflash_lightning.conditioning import Conditioning
 from dflash_lightning.decoding import DecodingSettings
-from dflash_lightning.decoding.choice import choose_strategies
-from dflash_lightning.decoding.dual_proposer import check_pair
-from dflash_lightning.decoding.parts import check_memory, check_signals
 from dflash_lightning.drafter import Drafter, SequentialDrafter
 from dflash_lightning.head import DraftHead
 from dflash_lightning.recipe.evaluation import has_evaluation, is_expected
@@ -95,12 +92,8 @@ def _checks(
     settings: DecodingSettings, trained: _Trained, callbacks: list[dict[str, Any]]
 ) -> Iterator[Callable[[], object]]:
     """Calls that raise a ``ValueError`` of what does not go together; ``callbacks`` are the nodes that decode so."""
-    builder, verifier = choose_strategies(**settings.strategies, sampling=settings.sampling)
     head, sequential = trained.head, isinstance(trained.drafter, SequentialDrafter)
-    yield partial(check_signals, settings.strategies["policy"], builder, head, verifier)
-    yield partial(check_memory, builder, head.keeps_state or sequential)
-    if builder.second is not None:
-        yield partial(check_pair, builder.second, trained.alignment(), settings.block_size)
+    yield from settings.checks(head, keeps_state=head.keeps_state or sequential, alignment=trained.alignment())
     if has_evaluation(callbacks):
         yield partial(settings.check_steady, "decoding")
     if any(map(is_expected, callbacks)):

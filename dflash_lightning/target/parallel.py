@@ -91,13 +91,17 @@ def is_cut(model: nn.Module) -> bool:
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor, of the shape it states; every rank must call this for one that is cut."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def plain_values(tensor: Tensor) -> Tensor:
     """A weight as a plain tensor of the shape it states: gathered if it is cut, as numbers if it is quantised.
 
     Every rank must call this for a weight that is cut.
     """
-    if isinstance(tensor, DTensor):
-        return tensor.full_tensor()
+    tensor = whole(tensor)
     return tensor.dequantize() if is_traceable_wrapper_subclass(tensor) else tensor  # type: ignore[no-untyped-call]
 
 

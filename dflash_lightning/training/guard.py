@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from dflash_lightning.device import Mark, abilities, mark
 from dflash_lightning.errors import SettingError
 from dflash_lightning.model import DraftModel
-from dflash_lightning.training.sharded import ShardedStrategy, is_sharded, local, whole
+from dflash_lightning.target.parallel import is_cut, whole
+from dflash_lightning.training.sharded import ShardedStrategy, local
 
 _SHOWN_DOCUMENTS = 8
 
@@ -157,7 +158,7 @@ def make_guard(model: DraftModel, device: torch.device, *, scaled: bool) -> Step
     if scaled:
         return ScaleGuard(list(named), list(named.values()))
     # Nobody has tried yet whether the fused optimizer of sharded weights can be told on the device.
-    late = abilities(device).events and not is_sharded(model)
+    late = abilities(device).events and not is_cut(model)
     return StepGuard(list(named), list(named.values()), late=late)
 
 

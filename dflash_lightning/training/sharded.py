@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from dflash_lightning.errors import SettingError
 from dflash_lightning.model import DraftModel
 from dflash_lightning.target import FrozenTarget
+from dflash_lightning.target.parallel import is_cut, whole
 
 
 class ShardedStrategy(ModelParallelStrategy):
@@ -122,19 +123,9 @@ def shard(model: DraftModel, mesh: DeviceMesh) -> None:
     register_fsdp_forward_method(model, "block_hidden")
 
 
-def is_sharded(model: nn.Module) -> bool:
-    """Whether the weights of ``model`` are spread over ranks."""
-    return any(isinstance(p, DTensor) for p in model.parameters())
-
-
 def local(tensor: Float[Tensor, "*any"]) -> Float[Tensor, "*part"]:
     """This rank's share of a tensor, in its own memory; of one that is not sharded the tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor, of the shape it states; every rank must call this."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _like(value: Any, own: Tensor) -> Any:
@@ -174,13 +165,15 @@ def total_norm(gradients: Sequence[Float[Tensor, ...]]) -> Float[Tensor, ""]:
 
 
 @torch.no_grad()
-def clip(optimizer: torch.optim.Optimizer, limit: float, norm: Float[Tensor, ""] | None) -> None:
+def clip(optimizer: torch.optim.Optimizer, limit: float, norm: Float[Tensor, ""] | None, by: str | None = None) -> None:
     """Scale gradients of norm ``norm``, a scalar, down to ``limit``; null bounds each number by ``limit`` instead.
+
+    ``by`` is Lightning's ``gradient_clip_algorithm``: "value" has no use for the norm.
 
     A norm that is no number (its step will not be made) leaves them as they are: it must not spread over all of them.
     """
     some = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    norm = None if norm is None else torch.where(torch.isfinite(norm), norm, 0.0)
+    norm = None if norm is None or by == "value" else torch.where(torch.isfinite(norm), norm, 0.0)
     if any(isinstance(p.grad, DTensor) for p in some):
         # What torch does with plain gradients. An empty share of a rank is left as it is.
         for gradient in (local(p.grad) for p in some if p.grad is not None):
@@ -197,7 +190,7 @@ def clip(optimizer: torch.optim.Optimizer, limit: float, norm: Float[Tensor, ""]
 def broken(model: nn.Module) -> list[str]:
     """Parameters that hold a NaN or an infinity on some rank; every rank must call this if they are sharded."""
     flags = torch.stack([torch.isfinite(local(p)).all() for p in model.parameters()])
-    if is_sharded(model):
+    if is_cut(model):
         numbers = flags.int()
         torch.distributed.all_reduce(numbers, torch.distributed.ReduceOp.MIN)
         flags = numbers.bool()

@@ -98,14 +98,19 @@ def test_of_a_server_with_more_states_only_those_that_are_read_are_taken(
     assert torch.equal(found.hidden, local(tiny_target, store, 0).hidden)
 
 
+def write_rows(store: DocumentStore, folder: Path) -> Path:
+    rows = folder / "rows.jsonl"
+    lines = [{"input_ids": store[d].input_ids.tolist(), "loss_mask": [1] * LENGTHS[d]} for d in range(len(store))]
+    rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return rows
+
+
 @pytest.mark.parametrize("kept", [None, "ram", "disk"])
 def test_batches_hold_what_the_local_target_gives_document_by_document(
     tiny_target: FrozenTarget, store: DocumentStore, server: StandIn, tmp_path: Path, kept: Any
 ) -> None:
     """In every place of a packed row, over two epochs; kept ones are fetched once."""
-    rows = tmp_path / "rows.jsonl"
-    lines = [{"input_ids": store[d].input_ids.tolist(), "loss_mask": [1] * LENGTHS[d]} for d in range(len(store))]
-    rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    rows = write_rows(store, tmp_path)
     place = {"features_folder": str(tmp_path / "kept")} if kept == "disk" else {}
     servers = Servers(endpoints=[server.url], **QUICK)
     data = DraftData(tiny_target, train=str(rows), max_length=64, features=servers, cache_features=kept, **place)
@@ -132,9 +137,7 @@ def test_an_epoch_that_is_resumed_asks_for_the_documents_that_are_left(
     tiny_target: FrozenTarget, store: DocumentStore, server: StandIn, tmp_path: Path, workers: int
 ) -> None:
     """Once each, and in the order of the batches: what is fetched ahead is what is needed next."""
-    rows = tmp_path / "rows.jsonl"
-    lines = [{"input_ids": store[d].input_ids.tolist(), "loss_mask": [1] * LENGTHS[d]} for d in range(len(store))]
-    rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    rows = write_rows(store, tmp_path)
     servers = Servers(endpoints=[server.url], **{**QUICK, "in_flight": 1})
     data = DraftData(
         tiny_target, train=str(rows), max_length=32, row_tokens=32, features=servers, num_workers=workers, seed=3

@@ -99,7 +99,7 @@ def test_every_moment_of_a_step_belongs_to_one_stage(monkeypatch: pytest.MonkeyP
     times = StageTimes(STEP_STAGES)
     with watching(made.module.draft_model, times):
         made.run(times)
-    assert sum(times.seconds("cpu").values()) == ticks["now"] - 1
+    assert sum(spent.cpu for spent in times.spent.values()) == ticks["now"] - 1
     runs = [stage for i, stage in enumerate(seen) if i == 0 or stage != seen[i - 1]]
     layer, back = ["context", "attention", "mlp"], ["mlp", "attention", "context"]
     forward = ["target", "rest", "context", "rest", *layer, *layer, "rest", "head"]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
 import sys
+from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -42,15 +41,6 @@ JOBS: dict[str, dict[str, Any]] = {
     "broken": {"devices": 2, "strategy": "fsdp", "poison": True},
     "cut": {"devices": 2, "strategy": "ddp", "cut": True},
 }
-
-
-def load(name: str) -> ModuleType:
-    """A neighbouring file of the tests as a module."""
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 class Recorder(Callback):
@@ -108,7 +98,7 @@ def train(
     poison: bool = False,
     cut: bool = False,
 ) -> dict[str, Any]:
-    tools = load("conftest")
+    tools = import_module("conftest")
     target = load_target(str(folder / "target"), dtype="float32", tensor_parallel=cut)
     rows = folder / "rows.jsonl"
     module = tools.make_module(
@@ -213,8 +203,8 @@ REFUSED = {
 
 
 def main(folder: Path, names: list[str]) -> None:
-    ranks = load("ranks")
-    rows = load("conftest").token_rows(LENGTHS)
+    ranks = import_module("ranks")  # beside this script
+    rows = import_module("conftest").token_rows(LENGTHS)
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for name in names:
 
