@@ -17,7 +17,7 @@ from dflash_lightning.ops.block_attention import block_attention
 from dflash_lightning.ops.context import ContextState, KVSource, make_kv_cache, write_kv
 from dflash_lightning.ops.language_head import LanguageHead
 from dflash_lightning.ops.norm import RMSNorm
-from dflash_lightning.ops.rotary import Rotation, make_rotation, rotate
+from dflash_lightning.ops.rotary import Rotation, make_rotation, norm_and_rotate
 from dflash_lightning.types import BlockLayout, FeatureSpec, TargetFeatures
 
 INIT_STD = 0.02
@@ -151,7 +151,7 @@ class EncoderLayer(nn.Module):
         q, k, v = (
             project(normed).unflatten(-1, (-1, self.head_dim)) for project in (self.q_proj, self.k_proj, self.v_proj)
         )
-        q, k = rotate(self.q_norm(q), rotation), rotate(self.k_norm(k), rotation)
+        q, k = norm_and_rotate(q, self.q_norm, rotation), norm_and_rotate(k, self.k_norm, rotation)
         out = block_attention(
             q[:, :, None],
             k[:, :, None],

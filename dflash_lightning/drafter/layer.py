@@ -16,8 +16,9 @@ from dflash_lightning.geometry import SLIDING, LayerGeometry
 from dflash_lightning.ops.block_attention import block_attention
 from dflash_lightning.ops.chains import Chain, lengthen, visible_sources
 from dflash_lightning.ops.context import ContextState, KVSource
-from dflash_lightning.ops.norm import RMSNorm
-from dflash_lightning.ops.rotary import Rotation, make_rotation, rotate
+from dflash_lightning.ops.fused import FusedSwiGLU
+from dflash_lightning.ops.norm import RMSNorm, trains
+from dflash_lightning.ops.rotary import Rotation, make_rotation, norm_and_rotate
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -64,7 +65,7 @@ class BlockSelfAttention(nn.Module):
         """Normed, rotated keys and plain values."""
         k = self.k_proj(states).unflatten(-1, (self.num_kv_heads, self.head_dim))
         v = self.v_proj(states).unflatten(-1, (self.num_kv_heads, self.head_dim))
-        return rotate(self.k_norm(k), rotation), v
+        return norm_and_rotate(k, self.k_norm, rotation), v
 
     def project(
         self, states: Float[Tensor, "B R H"], positions: Int[Tensor, "B R"]
@@ -74,7 +75,7 @@ class BlockSelfAttention(nn.Module):
 
     def finish_keys(self, k: Float[Tensor, "B R Hkv D"], positions: Int[Tensor, "B R"]) -> Float[Tensor, "B R Hkv D"]:
         """Keys that the context projected by itself, with this layer's key norm and rotation."""
-        return rotate(self.k_norm(k), self._rotation(positions, k.dtype))
+        return norm_and_rotate(k, self.k_norm, self._rotation(positions, k.dtype))
 
     def _rotation(self, positions: Int[Tensor, "B R"], dtype: torch.dtype) -> Rotation:
         return make_rotation(positions, theta=self.theta, head_dim=self.head_dim, dtype=dtype)
@@ -83,7 +84,7 @@ class BlockSelfAttention(nn.Module):
         self, x: Float[Tensor, "B N K H"], rotation: Rotation, sources: list[KVSource]
     ) -> Float[Tensor, "B N K H"]:
         q = self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim))
-        q = rotate(self.q_norm(q), rotation)
+        q = norm_and_rotate(q, self.q_norm, rotation)
         k, v = self.keys_and_values(x, rotation)
         out = block_attention(
             q, k, v, sources, causal=self.pattern.causal, window=self.pattern.window, scale=self.head_dim**-0.5
@@ -101,7 +102,7 @@ class BlockSelfAttention(nn.Module):
     ) -> tuple[Float[Tensor, "B W H"], Chain]:
         """The next slot of ``W`` chains: what ``forward`` gives a causal block at that slot; see ``ops.chains``."""
         q = self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim))
-        q = rotate(self.q_norm(q), rotation)
+        q = norm_and_rotate(q, self.q_norm, rotation)
         k, v = self.keys_and_values(x, rotation)
         out = block_attention(
             q[:, :, None],
@@ -128,7 +129,14 @@ class SwiGLU(nn.Module):
         self.act = ACTIVATIONS[geometry.hidden_act]
 
     def forward(self, x: Float[Tensor, "*rows H"]) -> Float[Tensor, "*rows H"]:
-        return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        if self._fuses(gate):
+            return FusedSwiGLU.apply(gate, up, self.down_proj.weight)
+        return self.down_proj(self.act(gate) * up)
+
+    def _fuses(self, gate: Float[Tensor, "*rows I"]) -> bool:
+        plain = self.act is F.silu and type(self.down_proj) is nn.Linear
+        return plain and trains(gate, self.down_proj.weight)
 
 
 class DraftLayer(nn.Module):

@@ -6,10 +6,17 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from dflash_lightning.ops.fused import FusedNorm, can_fuse
+
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which norms, rotations and softmax are computed: fp32, or fp64 for fp64 inputs."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def trains(x: Tensor, weight: Tensor) -> bool:
+    """Whether ``x`` and ``weight``, of any shapes, are part of a training step that ``ops.fused`` can do."""
+    return torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad) and can_fuse(x, weight)
 
 
 class RMSNorm(nn.Module):
@@ -21,6 +28,8 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Float[Tensor, "*rows size"]) -> Float[Tensor, "*rows size"]:
+        if trains(x, self.weight):
+            return FusedNorm.apply(x, self.weight, None, None, self.eps)
         y = x.to(compute_dtype(x.dtype))
         y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
         return (y * self.weight.to(y.dtype)).to(x.dtype)

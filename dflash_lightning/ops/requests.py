@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
+from dflash_lightning.ops.fused import can_fuse, softmax_sums, softmax_write
 from dflash_lightning.ops.language_head import LanguageHead
 
 # exp(-60) is nothing beside 1, in float64 too; without a floor the far tail of a peaked distribution turns into
@@ -52,6 +53,15 @@ class Chunk:
         return self.all_rows[self.span]
 
     @cached_property
+    def _sums(self) -> tuple[Float[Tensor, " r"], Float[Tensor, " r"]] | None:
+        """Largest logit of every row, and what the exponentials of the distances from it add up to, by ``ops.fused``.
+
+        Null where that cannot be used.
+        """
+        fused = not self.logits.requires_grad and self.logits.is_contiguous() and can_fuse(self.logits)
+        return softmax_sums(self.logits, LOG_FLOOR) if fused and self.logits.numel() else None
+
+    @cached_property
     def _normalised(self) -> tuple[Float[Tensor, "r V"], Float[Tensor, " r"]]:
         if self.logits.requires_grad:  # autograd forbids the shorter way, which works in place
             log_normaliser = self.logits.logsumexp(-1)
@@ -61,15 +71,33 @@ class Chunk:
         total = probs.sum(-1, keepdim=True)
         return probs.div_(total), (top + total.log()).squeeze(-1)
 
-    @property
+    @cached_property
     def probs(self) -> Float[Tensor, "r V"]:
         """Softmax of the logits."""
-        return self._normalised[0]
+        if self._sums is None:
+            return self._normalised[0]
+        room = torch.empty_like(self.logits) if self._room is None else self._room
+        self.write_probs(torch.ones_like(self.log_normaliser), room)
+        return room
 
-    @property
+    @cached_property
     def log_normaliser(self) -> Float[Tensor, " r"]:
         """Log-sum-exp of the logits."""
-        return self._normalised[1]
+        if self._sums is None:
+            return self._normalised[1]
+        top, total = self._sums
+        return top + total.log()
+
+    def write_probs(self, factor: Float[Tensor, " r"], out: Float[Tensor, "r V"]) -> None:
+        """``out = factor * probs``, a factor for each row.
+
+        ``out`` may be the memory of the logits, if nothing is asked of this chunk afterwards.
+        """
+        if self._sums is None:
+            torch.mul(self.probs, factor[:, None], out=out)
+        else:
+            top, total = self._sums
+            softmax_write(self.logits, top, factor / total, LOG_FLOOR, out)
 
     def remember(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """What ``make`` returns, made once per chunk and ``key``."""
@@ -105,6 +133,7 @@ class Request(ABC):
 
     fill: ClassVar[float | int] = 0.0
     differentiable: ClassVar[bool] = True
+    in_place: ClassVar[bool] = False  # whether ``gradient`` may be told to write over the logits
 
     @abstractmethod
     def value(self, chunk: Chunk) -> Shaped[Tensor, r * width]:
@@ -181,6 +210,7 @@ class LabelLogProb(Request):
 
     labels: Int[Tensor, "B N K"]
     temperature: float = 1.0
+    in_place: ClassVar[bool] = True
 
     def _columns(self, chunk: Chunk) -> tuple[Int[Tensor, " r"], Bool[Tensor, " r"]]:
         return chunk.head.columns(chunk.pick(self.labels))
@@ -192,10 +222,10 @@ class LabelLogProb(Request):
 
     def gradient(self, chunk: Chunk, out: Float[Tensor, "r V"]) -> None:
         columns, _ = self._columns(chunk)
-        torch.neg(chunk.at(self.temperature).probs, out=out)
-        out.scatter_add_(1, columns[:, None], torch.ones_like(chunk.log_normaliser)[:, None])
-        if self.temperature != 1.0:
-            out.div_(self.temperature)
+        chunk = chunk.at(self.temperature)
+        one = torch.full_like(chunk.log_normaliser, 1 / self.temperature)
+        chunk.write_probs(-one, out)
+        out.scatter_add_(1, columns[:, None], one[:, None])
 
     def answerable(self, chunk: Chunk) -> Bool[Tensor, " r"] | None:
         return self._columns(chunk)[1]
@@ -260,11 +290,13 @@ class TopLogits(Request):
 class LogNormaliser(Request):
     """Log-sum-exp of each slot's logits: what a logit is above its log-probability."""
 
+    in_place: ClassVar[bool] = True
+
     def value(self, chunk: Chunk) -> Float[Tensor, " r"]:
         return chunk.log_normaliser
 
     def gradient(self, chunk: Chunk, out: Float[Tensor, "r V"]) -> None:
-        out.copy_(chunk.probs)
+        chunk.write_probs(torch.ones_like(chunk.log_normaliser), out)
 
 
 @dataclass(frozen=True, eq=False)

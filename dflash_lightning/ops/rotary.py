@@ -13,7 +13,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from dflash_lightning.ops.norm import compute_dtype
+from dflash_lightning.ops.fused import FusedNorm
+from dflash_lightning.ops.norm import RMSNorm, compute_dtype, trains
 
 Rotation = tuple[Tensor, Tensor]  # cos, sin: [..., D]
 
@@ -60,3 +61,13 @@ def rotate(x: Float[Tensor, "*rows heads D"], rotation: Rotation) -> Float[Tenso
     first, second = x.chunk(2, dim=-1)
     turned = torch.cat([-second, first], dim=-1)
     return (x * cos + turned * sin).to(x.dtype)
+
+
+def norm_and_rotate(
+    x: Float[Tensor, "*rows heads D"], norm: RMSNorm, rotation: Rotation
+) -> Float[Tensor, "*rows heads D"]:
+    """``rotate(norm(x), rotation)``; one pass in training steps that ``ops.fused`` can do."""
+    cos, sin = rotation
+    if cos.shape[:-1] == x.shape[:-2] and cos.dtype == x.dtype and trains(x, norm.weight):
+        return FusedNorm.apply(x, norm.weight, cos.contiguous(), sin.contiguous(), norm.eps)
+    return rotate(norm(x), rotation)

@@ -8,75 +8,28 @@ row and oneDNN with prepacked weights 1.5x, this one 1.0x (SmolLM2-135M, AVX-512
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
-import warnings
 from functools import cache
-from pathlib import Path
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from dflash_lightning.device import abilities
-from dflash_lightning.files import cache_folder
+from dflash_lightning.ops.native import compile_library
 
 COLUMNS = 32  # of a panel, as in the source
-_SOURCE = Path(__file__).with_name("row_product.cpp")
-# Instruction sets by name instead of -march=native: a home folder may be shared by machines that differ.
-_FLAGS = {
-    "AVX512": ("-mavx512f", "-mavx512vl", "-mavx2", "-mfma"),
-    "AVX2": ("-mavx2", "-mfma"),
-    "DEFAULT": (),
-}
 
 
 @cache
 def row_product() -> ctypes._NamedFuncPointer | None:
-    """The compiled function ``(x, panels, y, rows, N, K)`` of pointers and sizes; null where it cannot be made.
-
-    It is kept in the cache folder, by source, compiler and instruction set. Without a compiler with OpenMP there is one
-    warning, and callers use PyTorch's products.
-    """
-    compiler = os.environ.get("CXX") or next((name for name in ("c++", "g++", "clang++") if shutil.which(name)), None)
-    if compiler is None:
-        _warn("there is no C++ compiler")
+    """The compiled function ``(x, panels, y, rows, N, K)`` of pointers and sizes; null where it cannot be made."""
+    library = compile_library("row_product", "verifying takes about 1.5x as long")
+    if library is None:
         return None
-    flags = ("-O3", "-fopenmp", "-shared", "-fPIC", *_FLAGS.get(torch.backends.cpu.get_cpu_capability(), ()))
-    key = hashlib.sha256(repr((_SOURCE.read_text(), compiler, flags, platform.machine())).encode()).hexdigest()[:16]
-    try:
-        library = _built(cache_folder("kernels") / f"row_product_{key}.so", [*compiler.split(), *flags])
-        function = ctypes.CDLL(str(library)).row_product
-    except (OSError, subprocess.CalledProcessError) as error:
-        stderr = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else ""
-        _warn((stderr or str(error)).splitlines()[0])
-        return None
+    function = library.row_product
     function.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 3
     function.restype = None
     return function
-
-
-def _built(library: Path, command: list[str]) -> Path:
-    """``library``, compiled if it is not there; several processes may do so at once."""
-    if not library.is_file():
-        library.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-            draft = Path(folder) / library.name
-            subprocess.run([*command, str(_SOURCE), "-o", str(draft)], check=True, capture_output=True, text=True)
-            draft.replace(library)
-    return library
-
-
-def _warn(reason: str) -> None:
-    warnings.warn(
-        f"The CPU product for few rows could not be compiled ({reason}); verifying takes about 1.5x as long. Install a "
-        "C++ compiler with OpenMP (for example g++) or name one in the environment variable CXX.",
-        stacklevel=3,
-    )
 
 
 def _multiply(x: Tensor, panels: Tensor, out_features: int) -> Tensor:
