@@ -14,6 +14,7 @@ import torch
 
 from dflash_lightning.geometry import LayerGeometry
 from dflash_lightning.model import DraftModel
+from dflash_lightning.ops.fused import can_fuse
 from dflash_lightning.ops.lm_head import chunk_bytes
 from dflash_lightning.target import FrozenTarget
 from dflash_lightning.types import FeatureSpec
@@ -22,8 +23,8 @@ from dflash_lightning.types import FeatureSpec
 # an eighth of what was measured, on either side.
 _SPLIT = 1.03
 _WIDE = 4  # bytes of float32: parameters, gradients, optimizer, norms
-# Logits of a chunk, their probabilities and the gradient. Where products are narrow, the chunks do not share the memory
-# of the first two: those of the chunk before are given back when the next one's logits exist already.
+# Logits of a chunk, their probabilities and the gradient; one, where the gradient takes the logits' memory. Where
+# products are narrow, chunks do not share memory: one is given back when the next one's logits exist already.
 _CHUNKS, _CHUNKS_BEFORE = 3, 2
 # What makes a part smaller, as settings of a recipe.
 ADVICE = {
@@ -89,19 +90,23 @@ def step_memory(
 ) -> StepMemory:
     """Of a micro-batch with ``tokens`` positions and ``blocks`` blocks, over all its rows.
 
-    ``autocast`` is what products are computed in where that is not float32.
+    ``autocast`` is what products are computed in where that is not float32. On a CPU less is kept of what is float32
+    (``ops.fused``).
     """
+    fused = can_fuse(next(draft.parameters()))
     config, weights = draft.config, sum(p.numel() for p in draft.parameters())
     trained = sum(p.numel() for p in draft.parameters() if p.requires_grad)
     slots, narrow = blocks * config.block_size, _WIDE if autocast is None else autocast.itemsize
     width = (len(spec.layer_ids) + spec.last_hidden) * target.facts.hidden_size
     keys = 2 * len(spec.kv_ids) * target.facts.num_kv_heads * target.facts.head_dim
     kept = config.num_hidden_layers * (
-        slots * _slot_bytes(config.geometry, narrow) + tokens * _context_bytes(config.geometry, narrow)
+        slots * _slot_bytes(config.geometry, narrow, fused) + tokens * _context_bytes(config.geometry, narrow, fused)
     )
     # The last norm's, and the angles; but no input of the first layer, which needs no gradient.
     kept += slots * (config.hidden_size + 2 * config.head_dim) * _WIDE
-    kept += tokens * config.hidden_size * (narrow + 2 * _WIDE)  # the fused features and their norm
+    kept += (
+        tokens * config.hidden_size * (narrow + (1 if fused and autocast is None else 2) * _WIDE)
+    )  # the joined features and their norm
     kept += 0 if autocast is None else (weights + tokens * width) * narrow  # copies of weights and features
     parts = {
         "target": sum(p.numel() * p.element_size() for p in target.model.parameters()),
@@ -114,23 +119,29 @@ def step_memory(
     return StepMemory(parts)
 
 
-def _slot_bytes(geometry: LayerGeometry, narrow: int) -> int:
+def _slot_bytes(geometry: LayerGeometry, narrow: int, fused: bool) -> int:
     """What one layer keeps of a slot: two inputs and two norms; queries, keys, values and their norms; the MLP.
 
     A norm keeps its input and what it has divided, in float32. Its result is kept as the input of a linear layer; in
-    narrow products that is a copy in their dtype, one for each of the five layers that read it.
+    narrow products that is a copy in their dtype, one for each of the five layers that read it. ``fused`` norms keep
+    one number instead of what they have divided, and a fused MLP keeps what comes out of its first two layers.
     """
     hidden, queries, keys, inner = geometry.hidden_size, *_widths(geometry)
-    norms = 6 * hidden * _WIDE if narrow == _WIDE else hidden * (4 * _WIDE + 5 * narrow)
-    heads = (queries + keys) * 2 * (_WIDE + narrow)  # before and in their norm; rotated keys, values, queries, output
     sums = 2 * geometry.num_attention_heads + geometry.num_key_value_heads + 2
+    if fused and narrow == _WIDE:
+        mlp = (2 if geometry.hidden_act == "silu" else 4) * inner
+        return _WIDE * (4 * hidden + 3 * (queries + keys) + mlp + sums)
+    norms = 6 * hidden * _WIDE if narrow == _WIDE else hidden * ((2 if fused else 4) * _WIDE + 5 * narrow)
+    heads = (queries + keys) * 2 * (_WIDE + narrow)  # before and in their norm; rotated keys, values, queries, output
     return norms + heads + 4 * inner * narrow + sums * _WIDE
 
 
-def _context_bytes(geometry: LayerGeometry, narrow: int) -> int:
+def _context_bytes(geometry: LayerGeometry, narrow: int, fused: bool) -> int:
     """What one layer keeps of a context row: key before and in its norm, and rotated; value; angles."""
     _, keys, _ = _widths(geometry)
-    return 2 * keys * (_WIDE + narrow) + (2 * geometry.head_dim + geometry.num_key_value_heads) * _WIDE
+    return (3 * keys * _WIDE if fused and narrow == _WIDE else 2 * keys * (_WIDE + narrow)) + (
+        2 * geometry.head_dim + geometry.num_key_value_heads
+    ) * _WIDE
 
 
 def _widths(geometry: LayerGeometry) -> tuple[int, int, int]:
@@ -145,7 +156,11 @@ def _logit_bytes(
     """The chunks of logits that exist at a time, and the hidden rows with their gradients."""
     columns = draft.config.draft_vocab_size or target.facts.vocab_size
     most = max(1, chunk_bytes(draft.device) // (_WIDE * columns))
-    chunks = _CHUNKS + _CHUNKS_BEFORE * (autocast is not None and rows > most) + 2 * spec.last_hidden
+    several = autocast is not None and rows > most
+    if can_fuse(next(draft.parameters())) and not spec.last_hidden:
+        chunks = 1 + several
+    else:
+        chunks = _CHUNKS + _CHUNKS_BEFORE * several + 2 * spec.last_hidden
     narrow = 0 if autocast is None else autocast.itemsize
     return min(rows, most) * columns * (chunks * _WIDE + narrow) + 2 * rows * draft.config.hidden_size * _WIDE
 

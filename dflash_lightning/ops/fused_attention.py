@@ -114,7 +114,7 @@ class _Piece:
         """The sums of the rows of all parts, weighted."""
         total = torch.bmm(weights[-1].view(*self.per_block, self.slots), own).view(self.heads, -1, self.width)
         for weight, part in zip(weights, context, strict=False):
-            total.baddbmm_(weight, part)
+            torch.baddbmm(total, weight, part, out=total)
         return total
 
     def back(self, x: Float[Tensor, "h rows D"]) -> Float[Tensor, "n K Hq D"]:
@@ -167,5 +167,6 @@ class _FusedAttention(torch.autograd.Function):
                 parts = [*((slope, piece.queries) for slope in slopes[:-1]), *((w, incoming) for w in weights[:-1])]
                 for total, (weight, x), span in zip(to_context, parts, [*piece.spans, *piece.spans], strict=True):
                     if total is not None:
-                        total[span].transpose(0, 1).baddbmm_(weight.transpose(1, 2), x)
+                        rows = total[span].transpose(0, 1)
+                        torch.baddbmm(rows, weight.transpose(1, 2), x, out=rows)
         return None, to_q, to_k, to_v, *to_context

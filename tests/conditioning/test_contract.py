@@ -89,7 +89,7 @@ def test_decoding_chunk_by_chunk_drafts_what_training_computes(tiny_target, make
             cursor = cursor + keep
             embeddings, trained = trained_hidden(model, tiny_target, features, cursor, make_layout)
             served = model.draft_hidden(embeddings, rows, keep, cache, tiny_target.lm)
-            torch.testing.assert_close(served, trained, rtol=0, atol=2e-6)
+            torch.testing.assert_close(served, trained, rtol=0, atol=5e-6)
             assert torch.equal(cache.cursor, cursor)
 
 
@@ -111,7 +111,7 @@ def test_l13_the_first_block_after_a_prompt_sees_all_of_it_though_its_call_bring
         embeddings, trained = trained_hidden(model, tiny_target, features, torch.tensor(lengths), make_layout)
         stale = new_rows(features, none, none, 8)
         served = model.draft_hidden(embeddings, stale, none, cache, tiny_target.lm)
-        torch.testing.assert_close(served, trained, rtol=0, atol=2e-6)
+        torch.testing.assert_close(served, trained, rtol=0, atol=5e-6)
 
 
 @pytest.mark.parametrize("name", MEMBERS)
