@@ -102,11 +102,11 @@ def step_memory(
     kept = config.num_hidden_layers * (
         slots * _slot_bytes(config.geometry, narrow, fused) + tokens * _context_bytes(config.geometry, narrow, fused)
     )
-    # The last norm's, and the angles; but no input of the first layer, which needs no gradient.
+    # The last norm's, and the angles. The first layer's input is not kept, since it needs no gradient; where norms are
+    # fused it is, and the last norm keeps one number less per feature.
     kept += slots * (config.hidden_size + 2 * config.head_dim) * _WIDE
-    kept += (
-        tokens * config.hidden_size * (narrow + (1 if fused and autocast is None else 2) * _WIDE)
-    )  # the joined features and their norm
+    norm = 1 if fused and autocast is None else 2  # of the joined features, beside its result
+    kept += tokens * config.hidden_size * (narrow + norm * _WIDE)
     kept += 0 if autocast is None else (weights + tokens * width) * narrow  # copies of weights and features
     parts = {
         "target": sum(p.numel() * p.element_size() for p in target.model.parameters()),
@@ -139,9 +139,8 @@ def _slot_bytes(geometry: LayerGeometry, narrow: int, fused: bool) -> int:
 def _context_bytes(geometry: LayerGeometry, narrow: int, fused: bool) -> int:
     """What one layer keeps of a context row: key before and in its norm, and rotated; value; angles."""
     _, keys, _ = _widths(geometry)
-    return (3 * keys * _WIDE if fused and narrow == _WIDE else 2 * keys * (_WIDE + narrow)) + (
-        2 * geometry.head_dim + geometry.num_key_value_heads
-    ) * _WIDE
+    rows = 3 * keys * _WIDE if fused and narrow == _WIDE else 2 * keys * (_WIDE + narrow)
+    return rows + (2 * geometry.head_dim + geometry.num_key_value_heads) * _WIDE
 
 
 def _widths(geometry: LayerGeometry) -> tuple[int, int, int]:
