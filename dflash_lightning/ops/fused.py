@@ -33,7 +33,7 @@ _SIGNATURES = {
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    library = compile_library("fused", "training takes about 1.15x as long")
+    library = compile_library("fused", "training takes about 1.1x as long")
     for name, arguments in _SIGNATURES.items() if library is not None else ():
         function = getattr(library, name)
         function.argtypes, function.restype = arguments, None

@@ -1,6 +1,6 @@
 """One training step of the drafter beside SpecForge's and speculators' own, on one shape. Run by hand:
 
-    OMP_NUM_THREADS=1 python tests/parity/measure_step.py PARITY_PYTHON [--turns 5] [--vocab N] [--draft-vocab N] ..
+    OMP_NUM_THREADS=1 python tests/parity/measure_step.py PARITY_PYTHON [--turns 5] [--vocab N] [--bfloat16] ..
 
 PARITY_PYTHON is the interpreter of ``make parity``'s environment. Every program holds a drafter of the shape (the
 options of ``dflash bench``, whose defaults are SmolLM2-135M with five draft layers) with random weights, and makes
@@ -24,6 +24,10 @@ HEAD = """
 import json, os, sys, time
 out = os.dup(1); os.dup2(2, 1)
 shape = json.loads(sys.stdin.readline())
+bfloat16 = shape.pop("bfloat16")
+def autocast():
+    import torch
+    return torch.autocast("cpu", torch.bfloat16, enabled=bfloat16)
 def say(x): os.write(out, (json.dumps(x) + "\\n").encode())
 def mib(key):
     for line in open("/proc/self/status"):
@@ -47,8 +51,9 @@ module = build_module(shape, target); batch = build_batch(shape, module)
 batch.features = target.features(batch.input_ids, batch.position_ids, module.required(), packed=False)
 optimizer = module.optim.make_optimizer(list(module.draft_model.parameters()), scaled=False)
 def step():
-    found, features = module.outputs(batch)
-    shares = module.loss_shares(batch, found, features, StepContext(0, 10, 0), batch.window_totals)
+    with autocast():
+        found, features = module.outputs(batch)
+        shares = module.loss_shares(batch, found, features, StepContext(0, 10, 0), batch.window_totals)
     torch.stack([weight * share for weight, share in shares.values()]).sum().backward()
     optimizer.step(); optimizer.zero_grad(set_to_none=True)
 """
@@ -81,7 +86,9 @@ model = OnlineDFlashModel(draft, head, embedding, mask_token_id=s["vocab"] - 1, 
     attention_backend="sdpa", num_anchors=s["anchors"], loss_decay_gamma=7.0)
 optimizer = torch.optim.AdamW(draft.parameters(), lr=6e-4)
 def step():
-    model(ids, features, mask)[0].backward()
+    with autocast():
+        loss = model(ids, features, mask)[0]
+    loss.backward()
     optimizer.step(); optimizer.zero_grad(set_to_none=True)
 """
 )
@@ -119,9 +126,10 @@ for name in ("embed_tokens", "lm_head", "verifier_lm_head", "verifier_norm"):
 optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=6e-4)
 last, positions = torch.randn(s["batch"], s["sequence"], s["hidden"]), torch.arange(s["sequence"])[None]
 def step():
-    found = model(hidden_states=features, input_ids=ids, loss_mask=mask, verifier_last_hidden_states=last,
-        document_ids=torch.zeros_like(ids), position_ids=positions, loss_config=resolve_loss_config("ce", "eager"),
-        max_anchors=s["anchors"])
+    with autocast():
+        found = model(hidden_states=features, input_ids=ids, loss_mask=mask, verifier_last_hidden_states=last,
+            document_ids=torch.zeros_like(ids), position_ids=positions, loss_config=resolve_loss_config("ce", "eager"),
+            max_anchors=s["anchors"])
     loss = next(x for x in found if torch.is_tensor(x) and x.ndim == 0) if isinstance(found, tuple) else found.loss
     loss.backward()
     optimizer.step(); optimizer.zero_grad(set_to_none=True)
@@ -165,11 +173,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("parity_python")
     parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--bfloat16", action="store_true", help="products under autocast, weights in float32")
     defaults = asdict(Shape())
     for name in SIZES:
         parser.add_argument(option(name), type=int, default=defaults[name])
     args = parser.parse_args()
-    shape = {name: getattr(args, name) for name in SIZES}
+    shape = {name: getattr(args, name) for name in SIZES} | {"bfloat16": args.bfloat16}
     programs = {"ours": (sys.executable, OURS), "specforge": (args.parity_python, SPECFORGE)}
     programs["speculators"] = (args.parity_python, SPECULATORS)
     workers = {name: Worker(python, code, shape) for name, (python, code) in programs.items()}
