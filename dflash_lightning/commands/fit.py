@@ -190,7 +190,7 @@ class _Start(Callback):
         describe_run(trainer, self.recipe)
         data = trainer.datamodule  # type: ignore[attr-defined]
         if isinstance(pl_module, DraftModule) and isinstance(data, DraftData):
-            self.memory = expected_memory(pl_module, data, trainer.precision)
+            self.memory = expected_memory(pl_module, data, trainer)
             _say(self.memory.line())
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -9,10 +9,12 @@ from dataclasses import dataclass
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 
 from dflash_lightning.callbacks import SpeculativeEval
+from dflash_lightning.callbacks.activation_checkpointing import checkpointed_layers, checkpoints
 from dflash_lightning.data import DraftData
 from dflash_lightning.data.features.cache import Storage
 from dflash_lightning.data.features.products import with_products
@@ -149,9 +151,10 @@ def estimate(parts: Parts, *, done: int = 0) -> Estimate | None:
     per_epoch = math.ceil(batches / accumulate)
     steps = _total_steps(trainer.max_epochs, trainer.max_steps, per_epoch)
     evaluations = [c for c in trainer.callbacks if isinstance(c, SpeculativeEval)]  # type: ignore[attr-defined]
-    memory = expected_memory(module, data, trainer.precision)
+    memory = expected_memory(module, data, trainer)
     short = _SHORT / max(1, (steps - done) * accumulate)
-    with isolate_rng(), explained(lambda: memory):
+    layers = checkpointed_layers(module.draft_model.drafter, checkpoints(trainer))
+    with isolate_rng(), explained(lambda: memory), layers:
         measured = _measure(parts, module, data, steps, short)
     return Estimate(
         documents=len(plan.documents),
@@ -173,8 +176,8 @@ def estimate(parts: Parts, *, done: int = 0) -> Estimate | None:
     )
 
 
-def expected_memory(module: DraftModule, data: DraftData, precision: object) -> StepMemory:
-    """By formula, for the largest micro-batch of the data; ``precision`` is the trainer's."""
+def expected_memory(module: DraftModule, data: DraftData, trainer: Trainer) -> StepMemory:
+    """By formula, for the largest micro-batch of the data."""
     tokens, blocks = data.plan().largest_row()
     rows, buckets = data.rows_per_batch, (data.token_bucket, data.block_bucket)
     padded = [rows * -(-count // bucket) * bucket for count, bucket in zip((tokens, blocks), buckets, strict=True)]
@@ -184,7 +187,8 @@ def expected_memory(module: DraftModule, data: DraftData, precision: object) -> 
         module.required(),
         tokens=padded[0],
         blocks=padded[1],
-        autocast=_AUTOCAST.get(str(precision)),
+        autocast=_AUTOCAST.get(str(trainer.precision)),
+        checkpointed=checkpoints(trainer),
     )
 
 

@@ -66,7 +66,8 @@ class Drafter(Component, nn.Module, ABC, axis=True):
     def units(self) -> list[nn.Module]:
         """Parts whose weights nobody but their own ``forward`` uses in training: each may be gathered for itself.
 
-        By default there are none, and a drafter that is spread over ranks is gathered as a whole.
+        By default there are none, and a drafter that is spread over ranks is gathered as a whole. Nor can what it keeps
+        for the backward pass be made again part by part (``callbacks.ActivationCheckpointing``).
         """
         return []
 

@@ -32,7 +32,8 @@ ADVICE = {
     "drafter": "fewer layers (drafter.num_layers), or drafter.intermediate_size",
     "gradients and optimizer": "fewer layers (drafter.num_layers), or drafter.intermediate_size",
     "activations": "fewer blocks per document (block.num_anchors), fewer slots (block.block_size), or fewer tokens per "
-    "micro-batch (data.row_tokens, data.rows_per_batch, with trainer.accumulate_grad_batches to match)",
+    "micro-batch (data.row_tokens, data.rows_per_batch, with trainer.accumulate_grad_batches to match), or "
+    "callbacks=[.., activation_checkpointing], which makes them a second time",
     "features": "fewer tokens per micro-batch (data.row_tokens, data.rows_per_batch, with "
     "trainer.accumulate_grad_batches to match), or conditioning.num_features",
     "logits": "draft_vocabulary=data, which leaves out tokens that the training rows do not have",
@@ -87,11 +88,12 @@ def step_memory(
     tokens: int,
     blocks: int,
     autocast: torch.dtype | None = None,
+    checkpointed: bool = False,
 ) -> StepMemory:
     """Of a micro-batch with ``tokens`` positions and ``blocks`` blocks, over all its rows.
 
     ``autocast`` is what products are computed in where that is not float32. On a CPU less is kept of what is float32
-    (``ops.fused``).
+    (``ops.fused``). ``checkpointed`` layers keep their inputs, and the rest of one layer at a time.
     """
     fused = can_fuse(next(draft.parameters()))
     config, weights = draft.config, sum(p.numel() for p in draft.parameters())
@@ -99,9 +101,9 @@ def step_memory(
     slots, narrow = blocks * config.block_size, _WIDE if autocast is None else autocast.itemsize
     width = (len(spec.layer_ids) + spec.last_hidden) * target.facts.hidden_size
     keys = 2 * len(spec.kv_ids) * target.facts.num_kv_heads * target.facts.head_dim
-    kept = config.num_hidden_layers * (
-        slots * _slot_bytes(config.geometry, narrow, fused) + tokens * _context_bytes(config.geometry, narrow, fused)
-    )
+    layers, geometry = config.num_hidden_layers, config.geometry
+    kept = slots * _slot_bytes(geometry, narrow, fused) + tokens * _context_bytes(geometry, narrow, fused)
+    kept = kept + layers * slots * config.hidden_size * _WIDE if checkpointed else layers * kept
     # The last norm's, and the angles. The first layer's input is not kept, since it needs no gradient; where norms are
     # fused it is, and the last norm keeps one number less per feature.
     kept += slots * (config.hidden_size + 2 * config.head_dim) * _WIDE

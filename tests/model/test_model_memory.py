@@ -21,6 +21,8 @@ def test_every_part_is_counted_in_its_own_bytes(make_target, make_draft) -> None
     assert all(f"{name} " in found.line() for name in found.parts)
     more = step_memory(target, draft, FeatureSpec((0, 2), last_hidden=True), tokens=16384, blocks=1024)
     assert more.parts["activations"] > 1.5 * found.parts["activations"] > 0
+    again = step_memory(target, draft, FeatureSpec((0, 2)), tokens=16384, blocks=512, checkpointed=True)
+    assert again.parts["activations"] < 0.8 * found.parts["activations"]
     draft.requires_grad_(False)
     frozen = step_memory(target, draft, FeatureSpec((0, 2)), tokens=16384, blocks=512)
     assert frozen.parts["gradients and optimizer"] == 0 and frozen.parts["logits"] < found.parts["logits"]
