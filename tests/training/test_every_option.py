@@ -59,7 +59,7 @@ SMALL: dict[str, list[str]] = {
     "dflash2": [*FEW, "drafter.num_layers=2", "head.candidates=100", "data.packing=false"],
 }
 CHOSEN = {
-    ("callbacks", "activation_checkpointing"): "callbacks=[checkpoint_last,activation_checkpointing]",
+    ("callbacks", "activation_checkpointing"): "callbacks=[speculative_eval,checkpoint,activation_checkpointing]",
     ("callbacks", "checkpoint_last"): "callbacks=[checkpoint_last]",
     ("callbacks", "expected_tau"): "callbacks=[speculative_eval,checkpoint,expected_tau]",
     ("data", "served"): "callbacks=[checkpoint_last]",
