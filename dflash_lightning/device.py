@@ -6,6 +6,7 @@ too: the tests do that for one that does not exist.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -124,6 +125,11 @@ def has_gpu() -> bool:
 def use_gpu(number: int) -> None:
     """Run on this GPU whatever names none."""
     torch.cuda.set_device(number)
+
+
+def gpu_of_rank() -> str:
+    """The GPU of this process, before it has used any: that of its number among the processes of its machine."""
+    return f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
 
 
 def best_device() -> str:

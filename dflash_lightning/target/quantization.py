@@ -6,14 +6,13 @@ the quantised target, whose digest is another than the plain one's.
 
 from __future__ import annotations
 
-import os
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 from transformers import BitsAndBytesConfig, PretrainedConfig, TorchAoConfig
 
-from dflash_lightning.device import abilities, has_gpu
+from dflash_lightning.device import abilities, gpu_of_rank, has_gpu
 from dflash_lightning.errors import SettingError
 from dflash_lightning.target.families import setting
 
@@ -50,7 +49,7 @@ def check_quantization(kind: str) -> None:
 def place_for(kind: str, device: torch.device | str) -> dict[str, str]:
     """Where the layers are quantised: on ``device``, but never on the CPU by what computes on GPUs only."""
     on_cpu = not abilities(torch.device(device)).queues
-    return {"": f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if on_cpu and _on_gpu_only(kind) else str(device)}
+    return {"": gpu_of_rank() if on_cpu and _on_gpu_only(kind) else str(device)}
 
 
 def _on_gpu_only(kind: str) -> bool:
