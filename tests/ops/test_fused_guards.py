@@ -133,12 +133,3 @@ def test_a_damaged_library_in_the_cache_is_made_again(tmp_path: Path, monkeypatc
     assert native._load(library, command).two() == 2
     assert library.stat().st_size > 1000 and list(library.parent.iterdir()) == [library]
     assert native._load(library, ["/no/such/compiler"]).two() == 2  # from the cache
-
-
-@needs_kernel
-def test_without_a_place_in_the_cache_a_library_is_made_for_this_process(tmp_path: Path) -> None:
-    source = tmp_path / "two.cpp"
-    source.write_text('extern "C" int two() { return 2; }')
-    (tmp_path / "file").write_text("no folder")
-    library = tmp_path / "file" / "kernels" / "two.so"
-    assert native._load(library, ["c++", "-shared", "-fPIC", str(source)]).two() == 2
