@@ -60,7 +60,7 @@ class _Plan:
 
 
 def plan_chunks(sources: Sequence[KVSource], q: Tensor, window: int | None) -> list[Chunk]:
-    """Neighbouring blocks in pieces of about ``CHUNK_SLOTS`` slots, with the context rows they need.
+    """Neighbouring blocks of ``q`` [B N K Hq D] in pieces of about ``CHUNK_SLOTS`` slots, with the context they need.
 
     Reads tensor values, which costs nothing on a CPU. Where that would wait, every chunk is given the whole context:
     its mask hides what no slot sees.

@@ -120,7 +120,10 @@ class FusedNorm(torch.autograd.Function):
 
 
 class FusedSwiGLU(torch.autograd.Function):
-    """``(silu(gate) * up) @ down.T``; the product of the two is made again in the backward pass instead of kept."""
+    """``(silu(gate) * up) @ down.T`` of ``gate`` and ``up`` [*rows I] and ``down`` [H I].
+
+    The product of the two is made again in the backward pass instead of kept.
+    """
 
     @staticmethod
     def forward(ctx, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
