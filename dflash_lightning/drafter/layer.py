@@ -16,7 +16,7 @@ from dflash_lightning.geometry import SLIDING, LayerGeometry
 from dflash_lightning.ops.block_attention import block_attention
 from dflash_lightning.ops.chains import Chain, lengthen, visible_sources
 from dflash_lightning.ops.context import ContextState, KVSource
-from dflash_lightning.ops.fused import FusedSwiGLU
+from dflash_lightning.ops.fused import FusedSwiGLU, is_plain
 from dflash_lightning.ops.norm import RMSNorm, trains
 from dflash_lightning.ops.rotary import Rotation, make_rotation, norm_and_rotate
 
@@ -135,7 +135,7 @@ class SwiGLU(nn.Module):
         return self.down_proj(self.act(gate) * up)
 
     def _fuses(self, gate: Float[Tensor, "*rows I"]) -> bool:
-        plain = self.act is F.silu and type(self.down_proj) is nn.Linear
+        plain = self.act is F.silu and is_plain(self.down_proj, nn.Linear) and self.down_proj.bias is None
         return plain and trains(gate, self.down_proj.weight)
 
 

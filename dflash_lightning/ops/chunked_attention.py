@@ -60,10 +60,13 @@ class _Plan:
 
 
 def plan_chunks(sources: Sequence[KVSource], q: Tensor, window: int | None) -> list[Chunk]:
-    """Neighbouring blocks in pieces of about ``CHUNK_SLOTS`` slots, with the context rows they need.
+    """Neighbouring blocks of ``q`` [B N K Hq D] in pieces of about ``CHUNK_SLOTS`` slots, with the context they need.
 
     Reads tensor values, which costs nothing on a CPU. Where that would wait, every chunk is given the whole context:
     its mask hides what no slot sees.
+
+    Raises:
+        ValueError: an interval reaches beyond its source's rows.
     """
     batch, num_blocks, block_size = q.shape[:3]
     step = max(1, CHUNK_SLOTS // block_size)
@@ -89,8 +92,18 @@ def plan_chunks(sources: Sequence[KVSource], q: Tensor, window: int | None) -> l
             for starts, ends in intervals:
                 low, high = min(starts[row][first:last]), max(ends[row][first:last])
                 slices.append((low, high) if low < high else (0, 0))
+                _check_rows(sources[len(slices) - 1], *slices[-1])
             chunks.append(Chunk(row, first, last, slices))
     return chunks
+
+
+def _check_rows(source: KVSource, low: int, high: int) -> None:
+    rows = source.k.shape[1]
+    if low < 0 or high > rows:  # compiled passes would read memory that is not the source's
+        raise ValueError(
+            f"attention: blocks are to see rows {low}..{high - 1} of a source that has {rows}. Keep start at 0 or more "
+            "and end at the number of rows or less where the conditioning makes its KVSource."
+        )
 
 
 class _ChunkedAttention(torch.autograd.Function):

@@ -53,6 +53,15 @@ def can_fuse(*tensors: Tensor) -> bool:
     )
 
 
+def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether a pass that computes what ``kind`` does may stand for calling ``module``.
+
+    It may not for a subclass or a wrapper, which compute something else, nor where hooks want to be called.
+    """
+    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    return type(module) is kind and not hooks and "forward" not in vars(module)
+
+
 def _run(name: str, *arguments: Tensor | int | float | ctypes.Array | None) -> None:
     """Call ``name`` with pointers to the numbers of contiguous tensors, and the number of threads."""
     assert all(x.is_contiguous() for x in arguments if isinstance(x, Tensor))
@@ -77,6 +86,7 @@ def softmax_write(
     out: Float[Tensor, "r V"],
 ) -> None:
     """``out = factor * exp(max(logits - top, floor))``, a factor for each row; ``out`` may be ``logits``."""
+    assert out.shape == logits.shape and out.dtype == logits.dtype and len(factor) == len(logits)
     _run("softmax_write", logits, top, factor.contiguous(), out, *logits.shape, floor)
 
 
@@ -89,8 +99,9 @@ class FusedNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, cos: Tensor | None, sin: Tensor | None, eps: float) -> Tensor:
-        x = x.contiguous()
+        x, weight = x.contiguous(), weight.contiguous()
         width = x.shape[-1]
+        assert weight.shape == (width,) and (cos is None or cos.shape == (*x.shape[:-2], width))
         rows, heads = x.numel() // width, 1 if cos is None else x.shape[-2]
         y, scale = torch.empty_like(x), x.new_empty(rows)
         _run("norm_rows", x, weight, cos, sin, y, scale, rows, width, heads, eps)
@@ -109,11 +120,15 @@ class FusedNorm(torch.autograd.Function):
 
 
 class FusedSwiGLU(torch.autograd.Function):
-    """``(silu(gate) * up) @ down.T``; the product of the two is made again in the backward pass instead of kept."""
+    """``(silu(gate) * up) @ down.T`` of ``gate`` and ``up`` [*rows I] and ``down`` [H I].
+
+    The product of the two is made again in the backward pass instead of kept.
+    """
 
     @staticmethod
     def forward(ctx, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
         gate, up = gate.contiguous(), up.contiguous()
+        assert gate.shape == up.shape
         ctx.save_for_backward(gate, up, down)
         inner = torch.empty_like(gate)
         _run("gated", gate, up, inner, gate.numel())
@@ -126,7 +141,8 @@ class FusedSwiGLU(torch.autograd.Function):
         to_inner = (grad @ down).contiguous()
         inner, to_up = torch.empty_like(gate), torch.empty_like(gate)
         _run("gated_back", to_inner, gate, up, inner, to_inner, to_up, gate.numel())
-        to_down = grad.flatten(0, -2).T @ inner.flatten(0, -2) if ctx.needs_input_grad[2] else None
+        rows = grad.reshape(-1, grad.shape[-1]), inner.view(-1, inner.shape[-1])
+        to_down = rows[0].T @ rows[1] if ctx.needs_input_grad[2] else None
         return to_inner, to_up, to_down
 
 

@@ -112,7 +112,7 @@ class LogitPass:
             with self.without_autocast():
                 for request, gradient in zip(graded, gradients, strict=True):
                     # The last one may have the logits' memory: nothing reads them afterwards, unless they are capped.
-                    last = request is graded[-1] and request.in_place and self.lm.softcap is None
+                    last = request is graded[-1] and request.writes_over and self.lm.softcap is None
                     part = chunk.logits if last else buffer[: span.stop - span.start]
                     request.gradient(chunk, part)
                     torch.mm(self._through_head(part, chunk).to(self.dtype), weight, out=gradient[span])

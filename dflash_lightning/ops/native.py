@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import tempfile
 import warnings
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -38,23 +39,33 @@ def compile_library(name: str, otherwise: str) -> ctypes.CDLL | None:
     flags = ("-O3", "-fopenmp", "-shared", "-fPIC", *_FLAGS.get(torch.backends.cpu.get_cpu_capability(), ()))
     key = hashlib.sha256(repr((source.read_text(), compiler, flags, platform.machine())).encode()).hexdigest()[:16]
     try:
-        library = cache_folder("kernels") / f"{name}_{key}.so"
-        return ctypes.CDLL(str(_built(library, [*compiler.split(), *flags, str(source)])))
+        return _load(cache_folder("kernels") / f"{name}_{key}.so", [*compiler.split(), *flags, str(source)])
     except (OSError, subprocess.CalledProcessError) as error:
         stderr = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else ""
         _warn(name, (stderr or str(error)).splitlines()[0], otherwise)
         return None
 
 
-def _built(library: Path, command: list[str]) -> Path:
-    """``library``, compiled if it is not there; several processes may do so at once."""
-    if not library.is_file():
-        library.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-            draft = Path(folder) / library.name
-            subprocess.run([*command, "-o", str(draft)], check=True, capture_output=True, text=True)
+def _load(library: Path, command: list[str]) -> ctypes.CDLL:
+    """``library``, compiled where it is not there or cannot be loaded; several processes may do so at once."""
+    if library.is_file():
+        with suppress(OSError):  # damaged, or made for a machine with other system libraries
+            return ctypes.CDLL(str(library))
+    with _workplace(library.parent) as folder:
+        draft = Path(folder) / library.name
+        subprocess.run([*command, "-o", str(draft)], check=True, capture_output=True, text=True)
+        loaded = ctypes.CDLL(str(draft))
+        with suppress(OSError):  # nothing is kept in a cache that cannot be written
             draft.replace(library)
-    return library
+    return loaded
+
+
+def _workplace(cache: Path) -> tempfile.TemporaryDirectory[str]:
+    """A folder in the cache; elsewhere where that cannot be written."""
+    with suppress(OSError):
+        cache.mkdir(parents=True, exist_ok=True)
+        return tempfile.TemporaryDirectory(dir=cache)
+    return tempfile.TemporaryDirectory()
 
 
 def _warn(name: str, reason: str, otherwise: str) -> None:

@@ -15,8 +15,9 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def trains(x: Tensor, weight: Tensor) -> bool:
-    """Whether ``x`` and ``weight``, of any shapes, are part of a training step that ``ops.fused`` can do."""
-    return torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad) and can_fuse(x, weight)
+    """Whether ``x`` [*rows D] and ``weight`` [*rows D] are part of a training step that ``ops.fused`` can do."""
+    asked = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    return asked and x.shape[-1:] == weight.shape[-1:] and can_fuse(x, weight)
 
 
 class RMSNorm(nn.Module):

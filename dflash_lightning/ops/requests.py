@@ -133,7 +133,7 @@ class Request(ABC):
 
     fill: ClassVar[float | int] = 0.0
     differentiable: ClassVar[bool] = True
-    in_place: ClassVar[bool] = False  # whether ``gradient`` may be told to write over the logits
+    in_place: ClassVar[bool] = False  # whether this class's own ``gradient`` may be told to write over the logits
 
     @abstractmethod
     def value(self, chunk: Chunk) -> Shaped[Tensor, r * width]:
@@ -147,6 +147,12 @@ class Request(ABC):
     def has_gradient(self) -> bool:
         """Whether ``gradient`` is overridden."""
         return type(self).gradient is not Request.gradient
+
+    @property
+    def writes_over(self) -> bool:
+        """Whether ``gradient`` may write over the logits: ``in_place`` says so where ``gradient`` is defined."""
+        owner = next(kind for kind in type(self).__mro__ if "gradient" in vars(kind))
+        return bool(vars(owner).get("in_place", False))
 
     @property
     def width(self) -> tuple[int, ...]:

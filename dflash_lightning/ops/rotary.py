@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from dflash_lightning.ops.fused import FusedNorm
+from dflash_lightning.ops.fused import FusedNorm, is_plain
 from dflash_lightning.ops.norm import RMSNorm, compute_dtype, trains
 
 Rotation = tuple[Tensor, Tensor]  # cos, sin: [..., D]
@@ -68,6 +68,7 @@ def norm_and_rotate(
 ) -> Float[Tensor, "*rows heads D"]:
     """``rotate(norm(x), rotation)``; one pass in training steps that ``ops.fused`` can do."""
     cos, sin = rotation
-    if cos.shape[:-1] == x.shape[:-2] and cos.dtype == x.dtype and trains(x, norm.weight):
+    fits = cos.shape == sin.shape == (*x.shape[:-2], x.shape[-1]) and cos.dtype == sin.dtype == x.dtype
+    if fits and is_plain(norm, RMSNorm) and trains(x, norm.weight):
         return FusedNorm.apply(x, norm.weight, cos.contiguous(), sin.contiguous(), norm.eps)
     return rotate(norm(x), rotation)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -77,6 +78,8 @@ def typical_error(errors: Float[Tensor, " S"], groups: Sequence[slice]) -> float
 def check_finite(model: PreTrainedModel, intact: Intact, name: str) -> None:
     """Refuse weights and results that are NaN or infinite: greedy decoding would answer with token 0 for ever.
 
+    Weights that a download left blank are warned of.
+
     Raises:
         ValueError: names the tensors, or the first layer whose output is not finite.
     """
@@ -96,6 +99,33 @@ def check_finite(model: PreTrainedModel, intact: Intact, name: str) -> None:
                 f"{name} computes NaN or infinity in {_plain(model.dtype)}: {place} it for a few test tokens",
                 do=f"{_remedy(model.dtype)}",
             )
+    _warn_of_blanks(model, name)
+
+
+def _warn_of_blanks(model: PreTrainedModel, name: str) -> None:
+    """Warn of matrices that are zero, wholly or in their last eighth: what a download leaves that did not finish.
+
+    The rows of a vocabulary may end in zeros: they are padding. It is no error, for a model may have been made so.
+    """
+    vocabulary = {
+        id(module.weight) for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module
+    }
+    blank = [key for key, tensor in model.named_parameters() if _is_blank(tensor, padded=id(tensor) in vocabulary)]
+    if blank:
+        more = f" and {len(blank) - _NAMED} more" if len(blank) > _NAMED else ""
+        warnings.warn(
+            f"target: weights of {name} are zero, wholly or at the end: {', '.join(blank[:_NAMED])}{more}. A download "
+            "that did not finish leaves such files: compare their size or sha256 with the original's.",
+            stacklevel=3,
+        )
+
+
+def _is_blank(tensor: Tensor, *, padded: bool) -> bool:
+    if tensor.dim() < 2 or not tensor.is_floating_point() or tensor.element_size() < 2 or not len(tensor):
+        return False
+    tensor = plain_values(tensor.detach())
+    tail = tensor[-(-7 * len(tensor) // 8) :] if len(tensor) >= 8 and not padded else tensor
+    return not bool(tail[-1].any()) and not bool(tail.any())
 
 
 def _is_finite(tensor: Tensor) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -58,6 +59,22 @@ def test_results_that_overflow_float16_name_the_layer_and_the_remedy(make_tiny_m
     message = r"tiny computes NaN or infinity in float16: decoder layer 2 gives it .*target.dtype=float32 or bfloat16"
     with pytest.raises(ValueError, match=message):
         FrozenTarget(model.half(), name="tiny").check()
+
+
+def test_weights_that_a_download_left_blank_are_warned_of(make_tiny_model: MakeModel) -> None:
+    """Zeros at the end of a file that was given its size beforehand; those behind a vocabulary are padding."""
+    model = make_tiny_model("llama")
+    model.model.embed_tokens.weight.data[-40:] = 0
+    with warnings.catch_warnings(action="error"):
+        FrozenTarget(model, name="tiny").check()
+    matrix = model.model.layers[2].mlp.up_proj.weight.data
+    matrix[-(len(matrix) // 4) :] = 0
+    model.model.layers[3].mlp.down_proj.weight.data.zero_()
+    named = (
+        "tiny are zero, wholly or at the end: model.layers.2.mlp.up_proj.weight, model.layers.3.mlp.down_proj.weight"
+    )
+    with pytest.warns(UserWarning, match=named):
+        FrozenTarget(model, name="tiny").check()
 
 
 def test_a_target_with_nan_is_refused_at_load(tmp_path: Path, make_tiny_model: MakeModel) -> None:

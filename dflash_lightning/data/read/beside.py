@@ -6,7 +6,7 @@ separators, so that ``systemPrompt`` is ``system_prompt``.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,7 @@ _TOOLS = {
     *("toolsjson", "toolslist", "toolsdef", "tooldef", "tooldefinition", "availabletools", "availablefunctions"),
     *_OLD_TOOLS,
 }
+_OTHER_SCHEMAS = ("input_schema", "inputSchema")  # Anthropic's and MCP's name of a tool's parameters
 _SETTINGS = {"chattemplatekwargs", "templatekwargs"}
 _SETTING = {
     plain(name): name
@@ -52,6 +53,14 @@ _COPIES = {
     *("ragcontext", "retrievedcontext", "retrievedpassages", "knowledge", "metaprompt"),
     *("developer", "developermessage", "developerprompt", "developerinstructions"),
     *("prefill", "assistantprefill", "assistantprefix", "responseprefix"),
+    *("docs", "retrieveddocs", "ragdocuments", "searchresults", "knowledgebase", "evidence", "grounding", "snippets"),
+    *("fewshot", "fewshots", "fewshotexamples", "examples", "demos", "demonstrations", "shots"),
+    *("dialog", "dialogue", "past", "turnhistory", "contextmessages", "prevmessages"),
+}
+# Names that nobody can list hold one of these words: text of so many words under them is told to the model, or lost.
+_SPOKEN = {
+    **dict.fromkeys(("system", "persona", "instruct", "guideline"), 2),
+    **dict.fromkeys(("prompt", "tool", "context", "document", "passage", "retriev", "history", "fewshot"), 5),
 }
 OTHER_READINGS = ("prompt", "instruction", "input")  # keys that another kind of row consists of
 
@@ -133,11 +142,33 @@ def check_copies(given: Mapping[str, Any], where: str, own: Collection[str], mes
         ValueError: the model would be asked without it.
     """
     for key, value in given.items():
-        if key in own or is_empty(value) or plain(key) not in _COPIES:
+        if key in own or is_empty(value) or not _is_said(plain(key), value):
             continue
-        parts = value if isinstance(value, list) else [value]
-        if not all(isinstance(part, str) and any(part.strip() in m["content"] for m in messages) for part in parts):
+        texts = list(_texts(value))
+        if not texts or not all(any(text.strip() in m["content"] for m in messages) for text in texts):
             raise _refused(where, key, "stands in no message, so the model would not see it. Write it into one")
+
+
+def _is_said(name: str, value: Any) -> bool:
+    """Whether a column may hold what the model should have been told."""
+    if name in _COPIES:
+        return True
+    if any(name in names for names in (_SYSTEM, _TOOLS, _SETTINGS, _SETTING, _REASONING)):
+        return False  # used, where it is
+    fewest = min((words for part, words in _SPOKEN.items() if part in name), default=None)
+    return fewest is not None and any(len(text.split()) >= fewest for text in _texts(value))
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """The texts of a text, of a list of them, and of messages."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list):
+        for part in value:
+            yield from _texts(part)
+    elif isinstance(value, dict):
+        for key in ("content", "value", "text"):
+            yield from _texts(value.get(key))
 
 
 def _refused(where: str, key: str, why: str) -> ValueError:
@@ -198,6 +229,12 @@ def _tools(value: Any, where: str, key: str, is_old: bool) -> list[Any] | None:
             f"{where}: {key!r} must be a list of function schemas (or JSON text of one), not {short(value)}; or leave "
             f"the column out (in data.train: ignore: [{key}])."
         )
+    for tool in tools:
+        if form := next((name for name in _OTHER_SCHEMAS if name in tool), None):
+            raise ValueError(
+                f"{where}: {key!r} holds a schema with {form!r}, a form that chat templates do not read. Write it as "
+                '{"type": "function", "function": {"name": .., "description": .., "parameters": ..}}.'
+            )
     return [tool if "function" in tool or not is_old else {"type": "function", "function": tool} for tool in tools]
 
 
@@ -206,16 +243,15 @@ def _holds_schemas(value: Any) -> bool:
     found = from_json_text(value) if isinstance(value, str) else value
     tools = [from_json_text(tool) for tool in (found if isinstance(found, list) else [found])]
     functions = [tool.get("function", tool) for tool in tools if isinstance(tool, dict)]
-    return (
-        bool(tools)
-        and len(functions) == len(tools)
-        and all(
-            isinstance(function, dict)
-            and isinstance(function.get("name"), str)
-            and isinstance(function.get("parameters"), dict)
-            for function in functions
-        )
-    )
+    return bool(tools) and len(functions) == len(tools) and all(map(_is_schema, functions, tools))
+
+
+def _is_schema(function: Any, tool: dict[str, Any]) -> bool:
+    """Whether ``function``, which ``tool`` is or holds, describes a function; a call of one has arguments instead."""
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        return False
+    is_described = function is not tool and "description" in function and "arguments" not in function
+    return is_described or any(isinstance(function.get(name), dict) for name in ("parameters", *_OTHER_SCHEMAS))
 
 
 def _settings(named: Iterable[tuple[str, str, Any]], where: str) -> dict[str, Any]:

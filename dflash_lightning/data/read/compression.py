@@ -16,6 +16,7 @@ from typing import Any
 from dflash_lightning.errors import SettingError
 
 _MAGIC = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\xfd7zXZ\x00": "lzma", b"\x28\xb5\x2f\xfd": "zstandard"}
+_PIECE = 1 << 14  # packed bytes unpacked at once
 # What an optional package is for, and the extra that brings it.
 _EXTRAS = {
     "zstandard": ("a .zst file", "zstd"),
@@ -60,10 +61,40 @@ def open_plain(file: Path) -> Iterator[io.BufferedReader]:
     kind = compression_of(file)
     openers: dict[str | None, Any] = {None: open, "gzip": gzip.open, "bz2": bz2.open, "lzma": lzma.open}
     zstandard = optional("zstandard", str(file)) if kind == "zstandard" else None
-    opener = openers[kind] if zstandard is None else zstandard.open
+    opener = open if zstandard is not None else openers[kind]
     broken = (zlib.error, lzma.LZMAError, gzip.BadGzipFile, *(() if zstandard is None else (zstandard.ZstdError,)))
     with opener(file, "rb") as packed:
-        yield io.BufferedReader(_Checked(packed, (*broken, *((OSError,) if kind else ()))))  # bz2 raises OSError
+        stream = packed if zstandard is None else _Frames(packed, zstandard.ZstdDecompressor())
+        yield io.BufferedReader(_Checked(stream, (*broken, *((OSError,) if kind else ()))))  # bz2 raises OSError
+
+
+class _Frames:
+    """Unpacks Zstandard frames one after the other; zstandard's own stream takes a cut frame for a whole one."""
+
+    def __init__(self, packed: io.BufferedReader, decompressor: Any) -> None:
+        self._packed, self._decompressor = packed, decompressor
+        self._frame: Any = None  # the one that is open
+        self._rest, self._data = b"", b""
+
+    def read1(self, size: int) -> bytes:
+        """At most ``size`` bytes, none at the end.
+
+        Raises:
+            EOFError: the file ends within a frame.
+        """
+        while not self._data:
+            piece = self._rest or self._packed.read(_PIECE)
+            self._rest = b""
+            if not piece:
+                if self._frame is not None:
+                    raise EOFError
+                return b""
+            self._frame = self._frame or self._decompressor.decompressobj()
+            self._data = self._frame.decompress(piece)
+            if self._frame.eof:
+                self._rest, self._frame = self._frame.unused_data, None
+        given, self._data = self._data[:size], self._data[size:]
+        return given
 
 
 class _Checked(io.RawIOBase):

@@ -24,8 +24,11 @@ _REFUSED = {
     **dict.fromkeys(("assistantmask", "assistantmasks"), "has a value for every token, but the tokens are made here"),
     **dict.fromkeys(("traindetail", "trainingdetail"), "marks parts of an answer"),
 }
-# Words of marks under names that nobody can list: a yes or no under such a name is refused, never passed over.
+# Words of marks under names that nobody can list: a yes or no under such a name is refused, never passed over. A true
+# or false beside the second or third row says something about learning only if it is the one that leaves out.
 _WORDS = ("train", "loss", "supervis", "learn", "mask")
+_AGAINST = ("discard", "drop", "reject", "exclude", "ignore", "invalid", "context", "prefix", "nograd", "stopgrad")
+_FOR = ("keep", "include", "valid", "enabled", "target", "label", "sft", "finetun", "grad", "backprop")
 # Marks that a whole row may carry as numbers too; others (loss) are statistics there.
 _OF_ROW = _LEFT_OUT | _WEIGHTS | _SPARE | (_LEARN - {"loss", "lossmask"})
 _LISTS = {"weights", "lossweights", "lossmasks", "masks", "trainables"}
@@ -34,7 +37,13 @@ _YES, _NO = {"true", "yes", "on"}, {"false", "no", "off"}
 # "finish" is what ``regenerate`` writes.
 FINISH = {
     *("finish", "finishreason", "finishreasons", "finishdetails", "finishedby", "stopreason", "stopreasons"),
-    *("stoptype", "donereason"),
+    *("stoptype", "donereason", "status", "incompletedetails"),
+}
+# The same as a yes or no.
+_ENDED = {"iscomplete", "isfinished", "eot", "endturn", "endofturn"}
+_OPEN = {
+    *("truncated", "istruncated", "wastruncated", "incomplete", "isincomplete", "partial", "ispartial"),
+    *("cutoff", "interrupted", "aborted"),
 }
 # Reasons after which the text ends where something else than the model ended it.
 _CUT = {
@@ -53,7 +62,7 @@ def plain(name: str) -> str:
 def is_message_key(key: str) -> bool:
     """Whether a message's key is one of those read here, which no chat template needs."""
     name = plain(key)
-    return name in _LEARN or name in _SPARE or name in _REFUSED or name in FINISH
+    return any(name in names for names in (_LEARN, _SPARE, _REFUSED, FINISH, _ENDED, _OPEN))
 
 
 def check_marks(given: Mapping[str, Any], at: str) -> None:
@@ -89,7 +98,12 @@ def _marks_in(value: Any) -> list[str]:
 def _may_be_mark(key: str, value: Any) -> bool:
     """Whether an unknown key of a message reads like a mark and has a yes or no as its value."""
     name = plain(key)
-    return not is_message_key(key) and _bit(value) is not None and any(word in name for word in _WORDS)
+    if is_message_key(key) or _bit(value) is None:
+        return False
+    if any(word in name for word in _WORDS):
+        return True
+    word = str(value).lower()  # numbers are scores and classes
+    return word in _YES if any(w in name for w in _AGAINST) else word in _NO and any(w in name for w in _FOR)
 
 
 def is_learned(message: Mapping[str, Any], at: str) -> bool:
@@ -152,20 +166,23 @@ def is_cut(given: Mapping[str, Any]) -> bool:
 def finish_reasons(given: Mapping[str, Any]) -> dict[str, list[bool]]:
     """By key, for each reason under it (one, or a list of them), whether it says that something was cut off.
 
-    A reason is a text, or an object with its ``type`` (SGLang). It may stand one level down (``meta_info``).
+    A reason is a text, an object with its ``type`` (SGLang) or ``reason`` (OpenAI), or a yes or no (``truncated``,
+    ``eot``). It may stand one level down (``meta_info``).
     """
     found = {}
     for key, value in given.items():
-        if plain(key) in FINISH and isinstance(value, str | list | dict):
+        if plain(key) in _ENDED | _OPEN:
+            found[key] = [_bit(value) is (plain(key) in _OPEN)]
+        elif plain(key) in FINISH and isinstance(value, str | list | dict):
             found[key] = [_says_cut(reason) for reason in (value if isinstance(value, list) else [value])]
         elif isinstance(value, dict):
-            inner = {name: reason for name, reason in value.items() if plain(name) in FINISH}
+            inner = {name: reason for name, reason in value.items() if plain(name) in FINISH | _ENDED | _OPEN}
             found.update({f"{key}.{name}": cut for name, cut in finish_reasons(inner).items()})
     return found
 
 
 def _says_cut(reason: Any) -> bool:
-    reason = reason.get("type") if isinstance(reason, dict) else reason
+    reason = reason.get("type", reason.get("reason")) if isinstance(reason, dict) else reason
     if not isinstance(reason, str):
         return False
     return plain(reason.rpartition(".")[2]).removeprefix("finishreason") in _CUT  # FinishReason.LENGTH and the like

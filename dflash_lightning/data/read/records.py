@@ -35,7 +35,14 @@ _FOREIGN = {  # how files of other kinds begin
     b"[\x00": "text in UTF-16 or UTF-32: save it as UTF-8",
     b"\x00{": "text in UTF-16: save it as UTF-8",
     b"\x00[": "text in UTF-16: save it as UTF-8",
+    b"\xff\xff\xff\xff": "an Arrow stream: save it as Parquet, or with datasets' save_to_disk",
+    b"PK\x03\x04": "a zip archive: unpack it",
+    b"SQLite format 3": "a data base: save its rows as JSON lines",
+    b"version https://git-lfs": "a pointer of Git LFS: get the file itself with `git lfs pull`",
+    b"<": "a web page or XML: was the file downloaded whole, with a login?",
+    **dict.fromkeys((b"\x1f\x8b", b"\x1f\x9d", b"\x04\x22\x4d\x18"), "packed (again): unpack it once"),
 }
+_TAR_MAGIC = slice(257, 262), b"ustar"
 
 
 class _Twice(Exception):
@@ -144,6 +151,9 @@ def _check_kind(file: Path, line: bytes) -> None:
     for begin, what in _FOREIGN.items():
         if line.startswith(begin):
             raise ValueError(f"{file}: is no JSON in UTF-8 but {what}.")
+    place, magic = _TAR_MAGIC
+    if line[place] == magic:
+        raise ValueError(f"{file}: is no JSON in UTF-8 but a tar archive: unpack it.")
 
 
 def _parse_line(file: Path, number: int, line: bytes) -> Record | BadRecord:
@@ -199,6 +209,9 @@ def _json_list(file: Path) -> Iterator[Record | BadRecord]:
                     reader.skip()
                 elif reader.peek() != "]":
                     reader.refuse("a comma or closing bracket is missing")
+            reader.skip()
+            if reader.peek():
+                reader.refuse("the list ends, and more follows that would be lost")
         except _Incomplete as reason:
             what = f"not valid JSON ({reason}). The list ends in the middle of this record: was the file cut off?"
             yield BadRecord(str(file), max(line, reader.line), what, cut=True)

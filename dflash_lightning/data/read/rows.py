@@ -11,7 +11,8 @@ from typing import Any, Literal
 from dflash_lightning.data.read.beside import OTHER_READINGS, check_copies, read_beside
 from dflash_lightning.data.read.messages import Conversation, Message, read_messages
 from dflash_lightning.data.read.records import BadRecord, format_of, read_records
-from dflash_lightning.data.read.values import checked_text, short
+from dflash_lightning.data.read.token_columns import check_tokens
+from dflash_lightning.data.read.values import check_whole, checked_text, short
 from dflash_lightning.files import find_file
 
 Kind = Literal[
@@ -162,6 +163,8 @@ def parse_record(record: Any, where: str, kind: Kind | None = None, ignore: Coll
     else:
         made = beside.apply(_conversation(given, kind, where))
         row = ChatRow(where, made.messages, beside.tools, beside.chat_template_kwargs, made.unlearned, made.cut)
+    for key, value in _unread_texts(row):
+        check_whole(value, where, key)
     # Where the kind is said, keys of the other reading of the record say nothing.
     check_copies(given, where, {*own, *(OTHER_READINGS if is_said else ())}, row.messages)
     return row
@@ -208,13 +211,16 @@ def _token_row(given: Mapping[str, Any], where: str) -> TokenRow:
         raise ValueError(f"{where}: {len(ids)} input_ids but {len(mask)} loss_mask entries. They must be as many.")
     if not set(mask) <= {0, 1}:
         raise ValueError(f"{where}: loss_mask holds {sorted(set(mask) - {0, 1})[:3]}. Use 1 (supervised) and 0.")
-    attended = given.get("attention_mask")
-    if isinstance(attended, list) and 0 in attended:
-        raise ValueError(f"{where}: attention_mask leaves out tokens, but every token is read. Remove the padding.")
-    for key in ("assistant_masks", "assistant_mask"):
-        if key in given and given[key] != mask:
-            raise ValueError(f"{where}: {key!r} and 'loss_mask' differ. Remove one of them.")
+    check_tokens(given, where, ids, mask)
     return TokenRow(where, ids, [int(value) for value in mask])
+
+
+def _unread_texts(row: ChatRow | PromptRow) -> Iterator[tuple[str, Any]]:
+    """Parts of a row that go to the chat template without having been looked at."""
+    yield from (("tools", row.tools), ("chat_template_kwargs", row.chat_template_kwargs))
+    for number, message in enumerate(row.messages, start=1):
+        if len(message) > 2:  # more than role and content
+            yield f"message {number}", message
 
 
 def _turns(given: Mapping[str, Any], kind: Kind, where: str) -> list[str]:

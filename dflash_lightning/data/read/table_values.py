@@ -17,7 +17,15 @@ _Read = Callable[[Any], Any]
 
 
 def python_rows(table: Any) -> Iterator[dict[str, Any]]:
-    """Rows of a ``pyarrow`` table or batch; a column that is null in a row is ``None`` there."""
+    """Rows of a ``pyarrow`` table or batch; a column that is null in a row is ``None`` there.
+
+    Raises:
+        ValueError: two columns have the same name.
+    """
+    names = table.schema.names
+    if len(set(names)) < len(names):
+        twice = sorted({name for name in names if names.count(name) > 1})
+        raise ValueError(f"several columns are called {twice[0]!r}")
     readers = {column.name: reader for column in table.schema if (reader := _reader_of_field(column)) is not None}
     for row in table.to_pylist():
         for name, reader in readers.items():

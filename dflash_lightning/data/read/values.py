@@ -28,6 +28,12 @@ def checked_text(value: Any, where: str, key: str) -> str:
     return value
 
 
+def check_whole(value: Any, where: str, key: str) -> None:
+    """Refuse half a character anywhere in a nested value (see ``checked_text``)."""
+    if value:
+        checked_text(json.dumps(value, ensure_ascii=False, default=str), where, key)
+
+
 def joined_text(content: Any, where: str, key: str) -> str:
     """Content as one text; a list of text parts (OpenAI's form) is joined, null is empty.
 
