@@ -123,7 +123,7 @@ class Qwen3Layout(Exporter):
             nested["output_multiplier"] = facts.logit_scale
         if facts.softcap is not None:
             nested["final_logit_softcapping"] = facts.softcap
-        own = settings_of(draft_config.components)
+        own = settings_of(draft_config)
         if own:
             causal = draft_config.is_causal  # engines look for either name in the nested block
             nested |= own | {"causal": causal, "is_causal": causal}

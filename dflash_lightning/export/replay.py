@@ -205,7 +205,7 @@ class Replayer:
             logits, embedding = self.lm.logits(hidden).float(), self.target.lm.embedding
             assert embedding is not None
             root = self.prompts[number].output_ids[position]
-            best = torch.tensor(drafting.draft(hidden, logits, root, context, embedding))
+            best = torch.tensor(drafting.draft(hidden, logits, root, context, embedding, self.lm.ids))
         return (best if self.lm.ids is None else self.lm.ids.cpu()[best]).tolist()
 
     def committed(self, drafting: Drafting, number: int) -> list[int]:
