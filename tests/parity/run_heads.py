@@ -21,6 +21,7 @@ from specforge.algorithms.common.dflash_family_model import OnlineDominoModel
 from specforge.modeling.draft.domino import DominoDraftModel
 from speculators import SpeculatorModel
 from speculators.losses import resolve_loss_config
+from speculators.models.dspark import core as dspark
 
 
 def frozen(weight: torch.Tensor, kind: type) -> torch.nn.Module:
@@ -81,13 +82,22 @@ def run_specforge(case: dict, inputs: dict) -> tuple[dict, dict]:
 def run_speculators(case: dict, inputs: dict) -> tuple[dict, dict]:
     name, seen = case["name"], {}
     model, info = SpeculatorModel.from_pretrained(case["draft"], output_loading_info=True)
-    # No file holds this mask, and the library leaves it as memory happens to be when it loads one.
-    model.refiner_head.causal_tril = torch.ones_like(model.refiner_head.causal_tril).tril()
+    own = "markov_head" if "markov" in case["head"] else "refiner_head"
+    if own == "refiner_head":
+        # No file holds this mask, and the library leaves it as memory happens to be when it loads one.
+        model.refiner_head.causal_tril = torch.ones_like(model.refiner_head.causal_tril).tril()
     model.load_verifier_weights()  # as the library's trainer does: embedding and head are not part of an export
     for key, value in model.named_parameters():  # on a CPU its attention has no gradient
-        value.requires_grad_("refiner_head" in key)
+        value.requires_grad_(own in key or "confidence_head" in key)
     record(model.embed_tokens, seen, "blocks")
     record(model.norm, seen, "hidden")
+    score = dspark.compute_metrics
+
+    def scored(logits, targets, confidence_logits, *arguments, **settings):
+        seen["head_logits"], seen["confidence"] = logits, confidence_logits
+        return score(logits, targets, confidence_logits, *arguments, **settings)
+
+    dspark.compute_metrics = scored
     length = inputs[f"{name}/ids"].shape[1]
     found = model(
         hidden_states=inputs[f"{name}/features"],
@@ -99,12 +109,13 @@ def run_speculators(case: dict, inputs: dict) -> tuple[dict, dict]:
         loss_config=resolve_loss_config(case["loss"], "eager"),
         gamma=case["decay"],
         max_anchors=length,
-        ce_from_data=case["ce_from_data"],
+        **{key: case[key] for key in ("ce_from_data",) if key in case},
     )
+    dspark.compute_metrics = score
     loss = next(x for x in found if isinstance(x, torch.Tensor) and x.requires_grad and x.ndim == 0)
     loss.backward()
     answer, gradients = told(case, info, model)
-    found = {f"{name}/{key}": value.detach().clone() for key, value in seen.items()}
+    found = {f"{name}/{key}": value.detach().clone() for key, value in seen.items() if value is not None}
     return {**answer, "loss": loss.item()}, {**gradients, **found}
 
 

@@ -1,6 +1,6 @@
 """Heads that other programs have too, on the same weights and blocks: hidden states, loss and gradients, both ways.
 
-SpecForge 0.2.0 has Domino's, speculators 0.9.0 has xPress's. No export writes their layouts: it is done here by hand.
+SpecForge 0.2.0 has Domino's, speculators 0.9.0 has those of DSpark and xPress. Their own classes load what is exported.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from dflash_lightning.block.anchored import lay_out
 from dflash_lightning.conditioning import KVInjection
 from dflash_lightning.drafter import BlockTransformer
 from dflash_lightning.export import export
-from dflash_lightning.head import PrefixHead, RefinerHead
-from dflash_lightning.loss import CrossEntropy, RefinedLoss
+from dflash_lightning.head import MarkovHead, PrefixHead, RefinerHead
+from dflash_lightning.loss import ConfidenceLoss, CrossEntropy, RefinedLoss, TotalVariation
 from dflash_lightning.model import DraftModel, load_draft, make_draft_config
+from dflash_lightning.model.foreign_parts import names_elsewhere
 from dflash_lightning.ops.lm_head import Teacher
 from dflash_lightning.types import Document, FeatureSpec, StepContext
 
@@ -29,28 +30,23 @@ FIRST = 8  # the first supervised token
 WHOLE = torch.arange(30) >= FIRST
 HOLED = WHOLE & (torch.arange(30) != 20)
 SIZE, CONTEXT = 4, StepContext(0, 1, 0)
-PREFIX_NAMES = {
-    "memory.read.weight": "prefix_gru.weight_ih_l0",
-    "memory.keep.weight": "prefix_gru.weight_hh_l0",
-    "narrow.weight": "embed_proj.0.weight",
-    "following.weight": "embed_proj.2.weight",
-}
 NESTED = {"projector_type": "domino", "emb_dim": 6, "gru_hidden_dim": 10}
-REFINER = {
-    "architectures": ["XPressDraftModel"],
-    "speculators_model_type": "xpress",
-    "sample_from_anchor": True,
-    "xpress_rank": 6,
-    "xpress_mlp_ratio": 2,
-    "num_jacobi_passes": 6,
-}
 MIXED = '{"ce": 0.1, "tv": 0.9}'
 CASES = {
     "domino": ("anchor_first", {"share": 0.4, "decay": 3.0, "shift_label": True}),
     "domino, drafts where slots stand": ("same_position", {"share": 0.0, "decay": None, "shift_label": False}),
     "xpress": ("anchor_first", {"loss": MIXED, "decay": 4.0, "ce_from_data": False}),
+    "dspark": ("anchor_first", {"loss": '{"tv": 0.9}', "decay": 4.0}),
+    "dspark, drafts where slots stand": ("same_position", {"loss": '{"tv": 0.9}', "decay": 4.0}),
     "xpress, labels of the data": ("anchor_first", {"loss": MIXED, "decay": 7.0, "ce_from_data": True}),
 }
+
+
+def head_of(name):
+    if name.startswith("dspark"):  # one whose confidence is as the other program's, and one as ours is by default
+        own = name == "dspark"
+        return MarkovHead(rank=6, confidence=True, confidence_bias=own, confidence_token=own)
+    return PrefixHead(state_size=10, rank=6) if is_domino(name) else RefinerHead(rank=6)
 
 
 def is_domino(name):
@@ -64,10 +60,9 @@ def supervised(name):
 
 def their_name(key):
     """Of an entry of our state dict."""
-    part, _, rest = key.partition(".")
-    if part != "head":
-        return rest
-    return PREFIX_NAMES.get(rest) or f"refiner_head.{'mix_l' if rest == 'mix' else rest}"
+    rest = key.partition(".")[2]
+    found = [names_elsewhere(head, [rest])[rest] for head in ("markov", "prefix", "refiner")]
+    return next((name for name in found if name != rest), rest)
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +70,7 @@ def ours(make_target, make_draft):
     made = {}
     for name, (layout, _) in CASES.items():
         target = make_target("qwen3")
-        head = PrefixHead(state_size=10, rank=6) if is_domino(name) else RefinerHead(rank=6)
+        head = head_of(name)
         draft = DraftModel(
             make_draft_config(
                 target.facts,
@@ -102,19 +97,17 @@ def theirs(ours, consumer, tmp_path_factory):
         folder, kind = root / str(number), "zlab" if is_domino(name) else "speculators"
         target.model.save_pretrained(root / f"{number}-target")
         target.facts = replace(target.facts, name=str(root / f"{number}-target"))
-        export(plain, target, folder, format=kind, dtype="float32", prompts=[[3, 7, 5]], max_new_tokens=4)
-        raw = json.loads((folder / "config.json").read_text())
         settings = CASES[name][1]
+        written = plain if is_domino(name) else draft
+        export(written, target, folder, format=kind, dtype="float32", prompts=[[3, 7, 5]], max_new_tokens=4)
         if is_domino(name):
+            raw = json.loads((folder / "config.json").read_text())
             raw["architectures"] = ["DominoDraftModel"]
             shift = settings["shift_label"]
             raw["dflash_config"] |= {**NESTED, "shift_label": shift, "pure_draft_prefix_len": 1}
-        else:
-            raw |= REFINER
-            raw["speculators_config"]["algorithm"] = "xpress"
-        (folder / "config.json").write_text(json.dumps(raw))
-        weights = {their_name(key): value for key, value in draft.state_dict().items()}
-        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+            (folder / "config.json").write_text(json.dumps(raw))
+            weights = {their_name(key): value for key, value in draft.state_dict().items()}
+            save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
         features = target.features(IDS[None], positions, FeatureSpec((0, 2), last_hidden=True))
         tensors |= {
             f"{name}/ids": IDS[None],
@@ -126,7 +119,7 @@ def theirs(ours, consumer, tmp_path_factory):
         }
         program = "specforge" if is_domino(name) else "speculators"
         request = {"name": name, "program": program, "draft": str(folder), "save_to": str(root / f"{number}-saved")}
-        requests.append({**request, **settings})
+        requests.append({**request, **settings, "head": draft.head.name})
     return (*consumer("heads", {"cases": requests}, tensors), root)
 
 
@@ -149,12 +142,30 @@ def anchors_of(name, answer, tensors):
 
 def terms_of(name):
     settings = CASES[name][1]
+    if name.startswith("dspark"):
+        shared = {"decay": settings["decay"], "normalize": "slots"}
+        return [(0.9, TotalVariation(**shared)), (1.0, ConfidenceLoss(**shared))]
     if not is_domino(name):
         labels = "data" if settings["ce_from_data"] else "target"
         return [(1.0, RefinedLoss(decay=settings["decay"], labels=labels, normalize="slots"))]
     share = settings["share"]
     terms = (CrossEntropy(view=view, decay=settings["decay"]) for view in ("base", "main"))
     return list(zip((share, 1.0 - share), terms, strict=True))
+
+
+def assert_same_laws(name, draft, target, layout, hidden, tensors):
+    """Logits and confidence of every slot after the text's own tokens, by the path that decoding takes."""
+    first, count = draft.alignment.first_slot, hidden.shape[1]
+    before = layout.prev_ids[0, :, first:]
+    theirs = [tensors[f"{name}/{key}"].flatten() for key in ("head_logits", "confidence")]
+    logits, confidence = (x.view(-1, SIZE, x.numel() * 32 // tensors[f"{name}/hidden"].numel())[:count] for x in theirs)
+    with torch.no_grad():
+        scores = draft.open(hidden[0, :, first:], before[:, 0], target.lm)
+        for depth in range(before.shape[1]):
+            law, _ = scores.step(scores.state, before[:, depth, None], depth)
+            at = first + depth
+            torch.testing.assert_close(logits[:, at], law.logits[:, 0], rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(confidence[:, at, 0].sigmoid(), law.signals["confidence"][:, 0])
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -173,6 +184,8 @@ def test_same_weights_and_blocks_give_the_same_loss_and_gradients(name, ours, th
     if not is_domino(name):
         served = tensors[f"{name}/hidden"].view(-1, SIZE, 32)[: len(anchors)]
         torch.testing.assert_close(served, hidden[0].detach(), rtol=1e-5, atol=1e-5)
+    if name.startswith("dspark"):
+        assert_same_laws(name, draft, target, layout, hidden.detach(), tensors)
     out, totals = draft.outputs(hidden, layout, target.lm), count_slots(layout)
     teacher = Teacher(features.last_hidden, layout, target.lm, None, (1.0,))
     parts = [w * t.numerator(out, layout, teacher, CONTEXT) / t.denominator(totals) for w, t in terms_of(name)]
