@@ -100,6 +100,7 @@ class Exporter(ABC):
     # Names of generation_config.json that the consumer applies when nothing else is asked for; null for all of them.
     applies: ClassVar[tuple[str, ...] | None] = None
     server: ClassVar[str] = ""  # the program that serves the format, where the consumer is a library
+    language: ClassVar[str] = "bash"  # of ``serve_command``
     plainly: ClassVar[str]  # how to decode as the replay was, in a sentence for the model card
     spellings: ClassVar[tuple[tuple[str, ...], ...]]
 

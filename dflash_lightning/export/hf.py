@@ -27,6 +27,7 @@ class HFExporter(Exporter):
     name = "hf"
     consumer = "transformers' generate()"
     read_in = "transformers 5.24.0 (generation/candidate_generator.py)"
+    language = "python"
     plainly = (
         "`generate()` fills whatever it is not told from the target's `generation_config`, so that this folder's own "
         "is put in its place: greedy, with the target's stop tokens and nothing else."

@@ -19,7 +19,13 @@ from dflash_lightning.export.parts import Parts
 from dflash_lightning.geometry import SIZES, SLIDING
 from dflash_lightning.model.foreign_parts import settings_of
 
-ARCHITECTURES = {"marginal": "DFlashDraftModel", "selector": "DFlash2DraftModel", "lattice": "LiLiCorrDraftModel"}
+ARCHITECTURES = {
+    "marginal": "DFlashDraftModel",
+    "selector": "DFlash2DraftModel",
+    "lattice": "LiLiCorrDraftModel",
+    "prefix": "DominoDraftModel",
+    "markov": "DSparkDraftModel",
+}
 
 
 def transformer_settings(config: DraftConfig, facts: ExportFacts) -> dict[str, Any]:

@@ -73,6 +73,7 @@ def test_the_table_says_who_holds_what() -> None:
         "sglang": ("LiLiCorr", "LiLiCorr with convolutions"),
         "vllm": ("DFlash 2", "LiLiCorr", "LiLiCorr with convolutions"),
         "speculators": ("DSpark", "xPress"),
+        "specforge": ("Domino", "DSpark"),
     }
 
 

@@ -74,6 +74,7 @@ def make_case(case: str, target: FrozenTarget | None = None) -> DraftModel:
 TARGETS: list[FrozenTarget] = []
 HELD = [
     *((case, "speculators") for case in CASES if not case.startswith("domino")),
+    *((case, "specforge") for case in CASES if not case.startswith("xpress") and "few tokens" not in case),
 ]
 
 
@@ -169,11 +170,38 @@ def test_names_of_xpress_are_those_of_speculators(folders: Any) -> None:
     assert raw | stated == raw and "projector_type" not in raw
 
 
+def test_names_of_dspark_and_domino_are_those_of_specforge(folders: Any) -> None:
+    tensors = load_file(folders["dspark", "specforge"] / "model.safetensors")
+    assert {key: tuple(value.shape) for key, value in tensors.items() if key.split(".")[0].endswith("_head")} == {
+        "markov_head.markov_w1.weight": (272, 5),
+        "markov_head.markov_w2.weight": (272, 5),
+        "confidence_head.proj.weight": (1, 37),
+        "confidence_head.proj.bias": (1,),
+    }
+    raw = json.loads((folders["dspark", "specforge"] / "config.json").read_text())
+    stated = {"projector_type": "dspark", "markov_rank": 5, "markov_head_type": "vanilla", "attention_mode": "gqa"}
+    stated |= {"enable_confidence_head": True, "confidence_head_with_markov": True}
+    assert raw["architectures"] == ["DSparkDraftModel"] and raw["dflash_config"] | stated == raw["dflash_config"]
+    tensors = load_file(folders["domino", "specforge"] / "model.safetensors")
+    assert {k: tuple(v.shape) for k, v in tensors.items() if k.split(".")[0] in ("prefix_gru", "embed_proj")} == {
+        "prefix_gru.weight_ih_l0": (30, 32),
+        "prefix_gru.weight_hh_l0": (30, 10),
+        "embed_proj.0.weight": (6, 42),
+        "embed_proj.2.weight": (272, 6),
+    }
+    raw = json.loads((folders["domino", "specforge"] / "config.json").read_text())
+    stated = {"projector_type": "domino", "emb_dim": 6, "gru_hidden_dim": 10, "pure_draft_prefix_len": 1}
+    assert raw["dflash_config"] | stated | {"shift_label": True} == raw["dflash_config"]
+    assert raw["architectures"] == ["DominoDraftModel"]
+
+
 @pytest.mark.parametrize(
     ("trio", "head", "layout", "name", "reason"),
     [
         ("dspark", lambda: MarkovHead(variant="gated"), "anchor_first", "speculators", r"markov\(variant='gated'\)"),
         ("dspark", lambda: MarkovHead(variant="recurrent"), "anchor_first", "speculators", r"variant='recurrent'"),
+        ("dspark", lambda: MarkovHead(variant="gated"), "anchor_first", "specforge", r"markov\(variant='gated'\)"),
+        ("dspark", lambda: MarkovHead(), "same_position", "specforge", "only for blocks that all predict"),
         ("xpress", lambda: RefinerHead(rank=6), "same_position", "speculators", "only for blocks that all predict"),
     ],
 )

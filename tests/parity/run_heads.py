@@ -17,8 +17,9 @@ for name in ("openai", "openai.types", "openai.types.chat", "openai.types.comple
 import torch
 from loguru import logger
 from safetensors.torch import load_file, save_file
-from specforge.algorithms.common.dflash_family_model import OnlineDominoModel
+from specforge.algorithms.common.dflash_family_model import OnlineDominoModel, OnlineDSparkModel
 from specforge.modeling.draft.domino import DominoDraftModel
+from specforge.modeling.draft.dspark import DSparkDraftModel
 from speculators import SpeculatorModel
 from speculators.losses import resolve_loss_config
 from speculators.models.dspark import core as dspark
@@ -41,6 +42,19 @@ def record(module: torch.nn.Module, seen: dict, key: str) -> None:
     module.register_forward_hook(hook)
 
 
+def noted(method, seen: dict, key: str):
+    """``method``, whose first answer is noted, and for logits the hidden states they were made of."""
+
+    def call(*arguments, **settings):
+        answer = method(*arguments, **settings)
+        seen.setdefault(key, answer.detach().clone())
+        if key == "head_logits":
+            seen.setdefault("hidden", settings["hidden_states"].detach().clone())
+        return answer
+
+    return call
+
+
 def told(case: dict, info: dict, model: torch.nn.Module) -> tuple[dict, dict]:
     """What was loaded, and the gradients by name; the model is saved as its program saves it."""
     model.save_pretrained(case["save_to"])
@@ -51,8 +65,10 @@ def told(case: dict, info: dict, model: torch.nn.Module) -> tuple[dict, dict]:
 
 def run_specforge(case: dict, inputs: dict) -> tuple[dict, dict]:
     name = case["name"]
-    draft, info = DominoDraftModel.from_pretrained(case["draft"], dtype=torch.float32, output_loading_info=True)
-    model = OnlineDominoModel(
+    domino = case["head"] == "prefix"
+    kind, trainer = (DominoDraftModel, OnlineDominoModel) if domino else (DSparkDraftModel, OnlineDSparkModel)
+    draft, info = kind.from_pretrained(case["draft"], dtype=torch.float32, output_loading_info=True)
+    model = trainer(
         draft,
         frozen(inputs[f"{name}/head"], torch.nn.Linear),
         frozen(inputs[f"{name}/embedding"], torch.nn.Embedding),
@@ -61,8 +77,12 @@ def run_specforge(case: dict, inputs: dict) -> tuple[dict, dict]:
         attention_backend="sdpa",
         num_anchors=99,
         loss_decay_gamma=case["decay"],
-        shift_label=case["shift_label"],
+        **({"shift_label": case["shift_label"]} if domino else {}),
     )
+    seen = {}
+    if not domino:
+        for key, method in {"head_logits": "apply_logits_head", "confidence": "predict_confidence"}.items():
+            setattr(draft, method, noted(getattr(draft, method), seen, key))
     drawn, draw = [], model._sample_anchor_positions
 
     def drawing(*arguments, **settings):
@@ -72,10 +92,12 @@ def run_specforge(case: dict, inputs: dict) -> tuple[dict, dict]:
     model._sample_anchor_positions = drawing
     torch.manual_seed(0)
     given = (inputs[f"{name}/ids"], inputs[f"{name}/features"], inputs[f"{name}/loss_mask"])
-    loss = model(*given, lambda_base=case["share"])[0]
+    more = {"lambda_base": case["share"]} if domino else {"target_last_hidden_states": inputs[f"{name}/last_hidden"]}
+    loss = model(*given, **more)[0]
     loss.backward()
     ((anchors, keep),) = drawn
     answer, gradients = told(case, info, draft)
+    gradients |= {f"{name}/{key}": value for key, value in seen.items()}
     return {**answer, "loss": loss.item(), "anchors": anchors[keep].tolist()}, gradients
 
 
@@ -110,6 +132,7 @@ def run_speculators(case: dict, inputs: dict) -> tuple[dict, dict]:
         gamma=case["decay"],
         max_anchors=length,
         **{key: case[key] for key in ("ce_from_data",) if key in case},
+        **({"tv_loss_fn": resolve_loss_config("tv", "eager")["tv"][0]} if own == "markov_head" else {}),
     )
     dspark.compute_metrics = score
     loss = next(x for x in found if isinstance(x, torch.Tensor) and x.requires_grad and x.ndim == 0)
