@@ -18,12 +18,14 @@ from torch import Tensor
 
 from dflash_lightning.draft_config import DraftConfig
 from dflash_lightning.export.conventions import Conventions
+from dflash_lightning.model.foreign_parts import names_elsewhere
 from dflash_lightning.model.trio import TRIOS, trio_of, unknown_elsewhere
 from dflash_lightning.target import FrozenTarget
 from dflash_lightning.target.served import served_settings
-from dflash_lightning.types import TargetFacts
+from dflash_lightning.types import LabelLayout, TargetFacts
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+CONFIDENCE = "confidence_head.proj"
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,12 +93,14 @@ class Exporter(ABC):
     read_in: ClassVar[str]  # package and version whose loader was read
     holds: ClassVar[tuple[str, ...]] = ("DFlash",)  # names of ``TRIOS``
     holds_reduced_vocabulary: ClassVar[bool] = False
-    holds_anchor_first: ClassVar[bool] = False
+    # Label layouts by name of the trio, where they are others than same_position alone.
+    layouts: ClassVar[Mapping[str, tuple[LabelLayout, ...]]] = {}
     activations: ClassVar[tuple[str, ...]] = ("silu",)
     carries: ClassVar[tuple[Path, ...]] = ()  # files of ours that are copied into the folder
     # Names of generation_config.json that the consumer applies when nothing else is asked for; null for all of them.
     applies: ClassVar[tuple[str, ...] | None] = None
     server: ClassVar[str] = ""  # the program that serves the format, where the consumer is a library
+    language: ClassVar[str] = "bash"  # of ``serve_command``
     plainly: ClassVar[str]  # how to decode as the replay was, in a sentence for the model card
     spellings: ClassVar[tuple[tuple[str, ...], ...]]
 
@@ -106,8 +110,8 @@ class Exporter(ABC):
         Without ``facts`` only what the drafter's configuration decides, which is known before a target is loaded.
         """
         reasons = []
-        if trio_of(config) not in self.holds:
-            known = "; ".join(f"{trio} ({TRIOS[trio]})" for trio in self.holds)
+        if (trio := trio_of(config)) not in self.holds:
+            known = "; ".join(f"{name} ({TRIOS[name]})" for name in self.holds)
             reasons.append(f"{self.consumer} has no {unknown_elsewhere(config)}, only {known}")
         if config.draft_vocab_size is not None and not self.holds_reduced_vocabulary:
             reasons.append(
@@ -115,8 +119,14 @@ class Exporter(ABC):
                 "draft from all of them, untrained ones included. Use --format speculators, or train with "
                 "draft_vocabulary=null"
             )
-        if config.label_layout == "anchor_first" and not self.holds_anchor_first:
+        layouts = self.layouts.get(trio or "", ("same_position",))
+        if config.label_layout == "anchor_first" and "anchor_first" not in layouts:
             reasons.append(f"its blocks are anchor-first, and {self.consumer} drops what the anchor slot predicts")
+        if config.label_layout == "same_position" and "same_position" not in layouts:
+            reasons.append(
+                f"the anchor's slot predicts nothing in its blocks, and {self.consumer} has {trio} only for blocks "
+                "that all predict (block.label_layout=anchor_first)"
+            )
         if config.hidden_act not in self.activations:
             reasons.append(f"hidden_act is {config.hidden_act!r}, and {self.consumer} has only {self.activations}")
         return reasons
@@ -125,9 +135,13 @@ class Exporter(ABC):
     def config(self, draft_config: DraftConfig, facts: ExportFacts) -> dict[str, Any]:
         """Content of config.json."""
 
-    def tensors(self, state: Mapping[str, Tensor], facts: ExportFacts) -> dict[str, Tensor]:
-        """Tensors to write, by name; ``state`` has z-lab's names and the dtype that is written."""
-        return {name: value for name, value in state.items() if name != "draft_vocab"}
+    def tensors(self, state: Mapping[str, Tensor], draft_config: DraftConfig, facts: ExportFacts) -> dict[str, Tensor]:
+        """Tensors to write, by name; ``state`` has our names without the part's, and the dtype that is written."""
+        names = names_elsewhere(draft_config.components["head"]["name"], state)
+        found = {names[name]: value for name, value in state.items() if name != "draft_vocab"}
+        if f"{CONFIDENCE}.weight" in found:  # other programs' has an additive number
+            found.setdefault(f"{CONFIDENCE}.bias", found[f"{CONFIDENCE}.weight"].new_zeros(1))
+        return found
 
     def files(self, draft_config: DraftConfig, facts: ExportFacts) -> dict[str, str]:
         """Further text files, by name."""
@@ -161,4 +175,13 @@ def last_layer(config: DraftConfig, consumer: str) -> list[str]:
         return []
     return [
         f"it reads the output of the target's last layer ({depth - 1}), of which {consumer} has only the normed one"
+    ]
+
+
+def plain_logits(config: DraftConfig, facts: ExportFacts | None, consumer: str) -> list[str]:
+    """A limit of consumers that add a head's numbers to what the target's language head gives, as it gives it."""
+    if trio_of(config) == "DFlash" or facts is None or (facts.logit_scale == 1.0 and facts.softcap is None):
+        return []
+    return [
+        f"its head corrects the target's logits as they are scaled or capped, and {consumer} takes them before that"
     ]

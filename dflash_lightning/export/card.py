@@ -29,7 +29,6 @@ def model_card(
 ) -> str:
     """Markdown with front matter; the table has measured numbers only."""
     target = facts.target.name
-    language = "python" if exporter.name == "hf" else "bash"
     command, note = serving(exporter, config, facts, folder)
     parts = [
         _front_matter(facts),
@@ -41,7 +40,7 @@ def model_card(
         "is of no use with another target.\n",
         _vocabulary(config),
         f"{positions(config, facts)}\n",
-        f"## Serving with {exporter.consumer}\n\n```{language}\n{command}\n```\n",
+        f"## Serving with {exporter.consumer}\n\n```{exporter.language}\n{command}\n```\n",
         note and f"{note}\n",
         _rendering(facts),
         f"{exporter.plainly}\n",

@@ -50,6 +50,7 @@ class Conventions:
     scale: float
     eps: float
     vocab_size: int = 0
+    draft_vocab_size: int | None = None
     activation: str = "silu"
     first_slot: int = 1
     embedding_scale: float = 1.0
@@ -94,7 +95,8 @@ class Conventions:
         shapes = {"fc": (width, len(self.layer_ids) * width), "hidden_norm": (width,), "norm": (width,)}
         shapes |= {f"layers.{i}.{name}": shape for i in range(self.num_layers) for name, shape in layer.items()}
         named = {f"{name}.weight": shape for name, shape in shapes.items()}
-        return named | self.parts.shapes(self.num_layers, width, self.num_drafts, self.vocab_size)
+        columns = self.draft_vocab_size or self.vocab_size
+        return named | self.parts.shapes(self.num_layers, width, self.num_drafts, self.vocab_size, columns)
 
 
 @dataclass
@@ -130,8 +132,15 @@ class Drafting:
         root: int,
         context: Float[Tensor, "S T H"],
         embedding: Float[Tensor, "V H"],
+        ids: Int[Tensor, " v"] | None = None,
     ) -> list[int]:
-        """Columns of the tokens that are drafted greedily, from what ``hidden`` gave for the slots that predict."""
+        """Columns of the tokens that are drafted greedily, from what ``hidden`` gave for the slots that predict.
+
+        ``ids`` are the tokens of the columns; null for all tokens in their order.
+        """
+        in_turn = self.conventions.parts.in_turn
+        if in_turn is not None:
+            return in_turn.walk(self.weights, hidden, logits, root, embedding, ids)
         if self.conventions.parts.selector is not None:
             return selector_walk(self.weights, self.conventions.parts, hidden, logits, root)
         if self.conventions.parts.lattice is not None:

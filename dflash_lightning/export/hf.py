@@ -12,6 +12,7 @@ from dflash_lightning.export.base import Exporter, ExportFacts, last_layer
 from dflash_lightning.export.conventions import ACTIVATIONS, Conventions
 from dflash_lightning.export.qwen3_layout import conventions_of
 from dflash_lightning.model.config import check_config
+from dflash_lightning.types import LABEL_LAYOUTS
 
 MODELING = "modeling_dflash_lightning"
 SOURCE = Path(__file__).with_name(f"{MODELING}.py")
@@ -26,11 +27,12 @@ class HFExporter(Exporter):
     name = "hf"
     consumer = "transformers' generate()"
     read_in = "transformers 5.24.0 (generation/candidate_generator.py)"
+    language = "python"
     plainly = (
         "`generate()` fills whatever it is not told from the target's `generation_config`, so that this folder's own "
         "is put in its place: greedy, with the target's stop tokens and nothing else."
     )
-    holds_anchor_first = True
+    layouts = {"DFlash": LABEL_LAYOUTS}  # noqa: RUF012
     activations = tuple(ACTIVATIONS)
     carries = (SOURCE,)
     spellings = (

@@ -15,6 +15,8 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
+from dflash_lightning.export.in_turn import InTurn
+
 Weights = Mapping[str, Tensor]
 
 
@@ -23,12 +25,13 @@ class Parts:
     """What a config.json says of parts besides the plain ones; null where there is none.
 
     ``convolution`` are taps and the width of a group, ``selector`` rank and candidates, ``lattice`` the eight numbers
-    of LiLiCorr under their names without the prefix.
+    of LiLiCorr under their names without the prefix. ``in_turn`` is a head that knows the tokens before a slot.
     """
 
     convolution: tuple[int, int] | None = None
     selector: tuple[int, int] | None = None
     lattice: Mapping[str, Any] | None = None
+    in_turn: InTurn | None = None
 
     @classmethod
     def read(cls, stated: Mapping[str, Any]) -> Parts:
@@ -38,10 +41,12 @@ class Parts:
         prefix, lattice = "lilicorr_", None
         if stated.get("projector_type") == "lilicorr":
             lattice = {key.removeprefix(prefix): value for key, value in stated.items() if key.startswith(prefix)}
-        return cls(found[0], found[1], lattice)  # type: ignore[arg-type]
+        return cls(found[0], found[1], lattice, InTurn.read(stated))  # type: ignore[arg-type]
 
-    def shapes(self, num_layers: int, width: int, drafts: int, vocab_size: int) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of their tensors."""
+    def shapes(
+        self, num_layers: int, width: int, drafts: int, vocab_size: int, columns: int
+    ) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of their tensors; ``columns`` are the tokens that can be drafted."""
         shapes: dict[str, tuple[int, ...]] = {}
         if self.convolution is not None:
             taps, group = self.convolution
@@ -55,7 +60,7 @@ class Parts:
         if self.lattice is not None:
             own = _lattice_shapes(self.lattice, width, drafts)
             shapes |= {f"lilicorr.{name}": shape for name, shape in own.items()}
-        return shapes
+        return shapes | ({} if self.in_turn is None else self.in_turn.shapes(width, drafts, vocab_size, columns))
 
 
 def _lattice_shapes(stated: Mapping[str, Any], width: int, drafts: int) -> dict[str, tuple[int, ...]]:

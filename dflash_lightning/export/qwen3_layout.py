@@ -19,7 +19,13 @@ from dflash_lightning.export.parts import Parts
 from dflash_lightning.geometry import SIZES, SLIDING
 from dflash_lightning.model.foreign_parts import settings_of
 
-ARCHITECTURES = {"marginal": "DFlashDraftModel", "selector": "DFlash2DraftModel", "lattice": "LiLiCorrDraftModel"}
+ARCHITECTURES = {
+    "marginal": "DFlashDraftModel",
+    "selector": "DFlash2DraftModel",
+    "lattice": "LiLiCorrDraftModel",
+    "prefix": "DominoDraftModel",
+    "markov": "DSparkDraftModel",
+}
 
 
 def transformer_settings(config: DraftConfig, facts: ExportFacts) -> dict[str, Any]:
@@ -123,7 +129,7 @@ class Qwen3Layout(Exporter):
             nested["output_multiplier"] = facts.logit_scale
         if facts.softcap is not None:
             nested["final_logit_softcapping"] = facts.softcap
-        own = settings_of(draft_config.components)
+        own = settings_of(draft_config)
         if own:
             causal = draft_config.is_causal  # engines look for either name in the nested block
             nested |= own | {"causal": causal, "is_causal": causal}

@@ -12,6 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from dflash_lightning.decoding import DecodingSettings
+from dflash_lightning.decoding.builder.chain import best_tokens
 from dflash_lightning.export.conventions import Conventions, Drafting
 from dflash_lightning.model import DraftModel
 from dflash_lightning.ops.lm_head import LanguageHead
@@ -156,7 +157,8 @@ def _first_block(
         keep = torch.tensor([length], device=target.device)
         hidden = model.draft_hidden(target.embed(slots), features, keep, cache, lm)
         roots = torch.tensor([anchor], device=target.device)
-        drafts = best_chain(model.open(hidden[:, alignment.first_slot :], roots, lm), roots)
+        scores = model.open(hidden[:, alignment.first_slot :], roots, lm)
+        drafts = best_chain(scores, roots) if scores.draw is None else scores.draw(best_tokens)[0]
         logits = lm.logits(hidden[0, alignment.first_slot : alignment.block_size]).float().cpu()
     ids = torch.arange(logits.shape[-1]) if lm.ids is None else lm.ids.cpu()
     return logits, ids, drafts[0].tolist()
@@ -205,7 +207,7 @@ class Replayer:
             logits, embedding = self.lm.logits(hidden).float(), self.target.lm.embedding
             assert embedding is not None
             root = self.prompts[number].output_ids[position]
-            best = torch.tensor(drafting.draft(hidden, logits, root, context, embedding))
+            best = torch.tensor(drafting.draft(hidden, logits, root, context, embedding, self.lm.ids))
         return (best if self.lm.ids is None else self.lm.ids.cpu()[best]).tolist()
 
     def committed(self, drafting: Drafting, number: int) -> list[int]:

@@ -21,13 +21,13 @@ AUX = "eagle_aux_hidden_state_layer_ids"
 PLAINLY = "Send token ids as `prompt` to `/v1/completions` with a temperature of 0: the default is 1."
 
 
-def vllm_command(draft_config: DraftConfig, target: str, folder: str, *, plain: bool) -> str:
+def vllm_command(draft_config: DraftConfig, target: str, folder: str, *, plain: bool, method: str = "dflash") -> str:
     """The server's command line; the number of speculative tokens leaves the anchor out.
 
     ``plain`` switches off the sampling settings of the target's own ``generation_config.json``.
     """
     drafts = draft_config.alignment.num_drafts
-    stated = json.dumps({"method": "dflash", "model": folder, "num_speculative_tokens": drafts})
+    stated = json.dumps({"method": method, "model": folder, "num_speculative_tokens": drafts})
     second = len(set(draft_config.layer_types)) > 1 or draft_config.components["head"]["name"] != "marginal"
     command = f"{'VLLM_USE_V2_MODEL_RUNNER=1 ' if second else ''}vllm serve {target} --speculative-config '{stated}'"
     return command + (" --generation-config vllm" if plain else "")

@@ -71,7 +71,7 @@ def export(
     )
     _refuse_what_it_cannot_hold(exporter, config, facts)
     rounded = _rounded(draft, DTYPES[dtype]).to(target.device)  # type: ignore[arg-type]
-    tensors = exporter.tensors(_state(rounded, DTYPES[dtype]), facts)
+    tensors = exporter.tensors(_state(rounded, DTYPES[dtype]), config, facts)
     check_tensors(tensors, "draft")
     raw = exporter.config(config, facts)
     recorded = record(target, rounded, prompts, max_new_tokens=max_new_tokens)

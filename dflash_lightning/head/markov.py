@@ -34,7 +34,8 @@ class MarkovHead(DraftHead):
     With ``confidence`` it offers the signal of that name, ``[B, N, K]``: ``sigmoid(w [h_k; e_k])``, the head's own
     guess of the chance that a draft of the slot is accepted, given that those before it are. It knows the token before
     the slot, never the slot's own, so a policy may cut drafts by it under rejection. ``detach_confidence`` trains ``w``
-    alone with it, as other published heads do; DSpark trains the drafter, too.
+    alone with it, as other published heads do; DSpark trains the drafter, too. Other programs' heads add a number to
+    what ``sigmoid`` takes (``confidence_bias``), and some read ``h_k`` alone (``confidence_token`` false).
 
     From MT 3.2 (paper and released code). What W_1, W_2 and w are at the start is not published as far as we know:
     here W_2 starts at 0, so that the untrained head drafts as the marginals do.
@@ -51,6 +52,8 @@ class MarkovHead(DraftHead):
         variant: Variant = "plain",  # plain, gated (by the slot's hidden state) or recurrent (over the block)
         confidence: bool = False,  # offer the signal, which loss=confidence trains
         detach_confidence: bool = False,  # keep the confidence's gradient from the drafter and from W_1
+        confidence_token: bool = True,  # the confidence reads the token before the slot too
+        confidence_bias: bool = False,  # the confidence has an additive number, as speculators' and SpecForge's have
         init_std: float = 0.02,  # of the weights that start at random
     ) -> None:
         super().__init__()
@@ -62,6 +65,8 @@ class MarkovHead(DraftHead):
         self.variant: Variant = variant
         self.confidence = confidence
         self.detach_confidence = detach_confidence
+        self.confidence_token = confidence_token
+        self.confidence_bias = confidence_bias
         self.init_std = init_std
         self.signals = (CONFIDENCE,) if confidence else ()
         self.keeps_state = variant == "recurrent"
@@ -73,7 +78,10 @@ class MarkovHead(DraftHead):
         self.previous = nn.Embedding(config.vocab_size, rank)
         self.following = nn.Linear(rank, config.draft_vocab_size or config.vocab_size, bias=False)
         if self.confidence:
-            self.certainty = nn.Linear(width + rank, 1, bias=False)
+            read = width + rank if self.confidence_token else width
+            self.certainty = nn.Linear(read, 1, bias=self.confidence_bias)
+            if self.confidence_bias:
+                nn.init.zeros_(self.certainty.bias)
         if self.variant == "gated":
             self.gate = nn.Linear(width + rank, rank, bias=False)
         if self.variant == "recurrent":
@@ -138,6 +146,6 @@ class MarkovHead(DraftHead):
         """The chance of acceptance, in fp32: in half precision all that is nearly certain would be certain."""
         if not self.confidence:
             return {}
-        read = torch.cat([hidden, known], dim=-1)
+        read = torch.cat([hidden, known], dim=-1) if self.confidence_token else hidden
         logit = self.certainty(read.detach() if self.detach_confidence else read)[..., 0]
         return {CONFIDENCE: logit.float().sigmoid()}

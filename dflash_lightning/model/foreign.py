@@ -9,19 +9,26 @@ from typing import Any
 
 from dflash_lightning.draft_config import FIELDS, NESTED, DraftConfig, lift_settings
 from dflash_lightning.layer_ids import spaced_layer_ids
-from dflash_lightning.model.foreign_parts import KEYS, PROJECTOR, PURE, REFINER, SHIFT, parts_of
+from dflash_lightning.model.foreign_parts import (
+    KEYS,
+    MARKOV,
+    PROJECTOR,
+    PURE,
+    REFINER,
+    SHIFT,
+    TENSORS,
+    VARIANT,
+    parts_of,
+)
 
-# Settings that belong to a method whose drafters cannot be run here, and tensors by which they show without them.
+# Settings that belong to a method, in files that do not say that they are of it.
 _SETTINGS_OF = {
     PROJECTOR: "{}",
     SHIFT: "Domino",
     PURE: "Domino",
     "markov_rank": "DSpark",
 }
-_TENSORS_OF = {
-    "markov_head": "DSpark",
-    "confidence_head": "DSpark",
-}
+_RUN = ("dflash", "lilicorr", "domino", "dspark")  # values of ``projector_type``
 # What a nested block may hold besides the fields of ``DraftConfig``; the functions below read it.
 _NESTED_TOO = {"causal", "input_embedding_scale", "output_multiplier", "final_logit_softcapping", *_SETTINGS_OF, *KEYS}
 # Tensors of parts that are known here, by which it shows that a file's settings are silent about them.
@@ -32,6 +39,8 @@ _PARTS_OF = {
     "lilicorr.": "LiLiCorr",
     "prefix_gru.": "Domino",
     "embed_proj.": "Domino",
+    "markov_head.": "DSpark",
+    "confidence_head.": "DSpark",
     "refiner_head.": "xPress",
 }
 _FIELDS = FIELDS - {"components", "target"}
@@ -56,17 +65,12 @@ class ForeignFormat:
 OURS = ForeignFormat("dflash_lightning")
 # z-lab's module keeps the codebooks as embeddings; its released files name them without ``.weight``, or with it.
 _CODEBOOKS = tuple(f"candidate_selector.{side}_codebook" for side in ("predecessor", "successor"))
-_DOMINO = {  # SpecForge's names
-    "prefix_gru.weight_ih_l0": "memory.read.weight",
-    "prefix_gru.weight_hh_l0": "memory.keep.weight",
-    "embed_proj.0.": "narrow.",
-    "embed_proj.2.": "following.",
-}
-_REFINER = ("token_embed", "down_h", "down_g", "in_proj", "mlp_gate", "mlp_up", "mlp_down", "readout")
-ZLAB = ForeignFormat("z-lab", renamed={f"{name}.weight": name for name in _CODEBOOKS} | _DOMINO)
+ZLAB = ForeignFormat(  # SpecForge's too, which has the heads
+    "z-lab", renamed={f"{name}.weight": name for name in _CODEBOOKS} | TENSORS["prefix"] | TENSORS["markov"]
+)
 SPECULATORS = ForeignFormat(
     "speculators",
-    renamed={f"refiner_head.{name}.": f"{name}." for name in _REFINER} | {"refiner_head.mix_l": "mix"},
+    renamed=TENSORS["refiner"] | TENSORS["markov"],
     copies=("embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight", "verifier_norm.weight"),
     maps_vocabulary=True,
 )
@@ -96,8 +100,9 @@ def adopt_settings(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
     _refuse_other_layer_ids(raw, settings["target_layer_ids"], where)
     _refuse_last_layer(settings, where)
     _warn_unknown(raw)
-    if settings.get(PROJECTOR) == "domino":
-        settings["label_layout"] = "anchor_first" if settings.get(SHIFT) else "same_position"
+    if source is ZLAB and settings.get(PROJECTOR) in ("domino", "dspark"):  # SpecForge's DSpark has no other blocks
+        shifted = settings.get(SHIFT) or settings[PROJECTOR] == "dspark"
+        settings["label_layout"] = "anchor_first" if shifted else "same_position"
     kept = {key: value for key, value in settings.items() if key in _FIELDS | _SPECIAL and value is not None}
     if source is not ZLAB:  # a format that has no field for it
         kept.setdefault("num_target_layers", None)
@@ -126,32 +131,23 @@ def _components(settings: Mapping[str, Any], stated: Mapping[str, Any], where: s
 def explain_tensors(names: Iterable[str]) -> str:
     """A sentence that names the methods to which unexpected tensors belong; empty where none is known."""
     names = list(names)
-    found, silent = (
-        sorted({method for name in names for part, method in table.items() if part in name})
-        for table in (_TENSORS_OF, _PARTS_OF)
-    )
-    if silent:
-        return f"They belong to a drafter of {' and '.join(silent)}, of which the settings say nothing. "
-    return f"They belong to a drafter of {' and '.join(found)}, which is not supported. " if found else ""
+    found = sorted({method for name in names for part, method in _PARTS_OF.items() if part in name})
+    return f"They belong to a drafter of {' and '.join(found)}, of which the settings say nothing. " if found else ""
 
 
 def _refuse_methods(raw: Mapping[str, Any], settings: Mapping[str, Any], where: str) -> None:
-    kind, domino = raw.get("speculators_model_type", "dflash"), settings.get(PROJECTOR) == "domino"
-    found = [] if kind in ("dflash", "xpress") else [(f"speculators_model_type={kind!r}", kind)]
-    found += [
-        (f"architectures={raw['architectures']}", name.removesuffix("DraftModel"))
-        for name in raw.get("architectures") or ()
-        if name == "DSparkDraftModel"
-    ]
+    kind, own = raw.get("speculators_model_type", "dflash"), settings.get(PROJECTOR)
+    found = [] if kind in ("dflash", "xpress", "dspark") else [(f"speculators_model_type={kind!r}", kind)]
     for key, method in _SETTINGS_OF.items():
         value = settings.get(key)
-        if value and value not in ("dflash", "lilicorr", "domino") and not (domino and key in (SHIFT, PURE)):
+        if value and value not in _RUN and own != method.lower():
             found.append((f"{key}={value!r}", method.format(value)))
     if found:
         stated, method = found[0]
         raise ValueError(
-            f"{where}: this is a drafter of {method} (config.json states {stated}), which is not supported; only "
-            "DFlash's plain drafter, DFlash 2, LiLiCorr, Domino and xPress are. Nothing was loaded."
+            f"{where}: this is a drafter of {method} (config.json states {stated}) in a layout that is not supported; "
+            "only DFlash's plain drafter, DFlash 2, LiLiCorr, SpecForge's Domino and DSpark, and speculators' DSpark "
+            "and xPress are. Nothing was loaded."
         )
 
 
@@ -285,12 +281,17 @@ def _of_speculators(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
         )
     settings["is_causal"] = None
     settings["num_target_layers"] = raw.get("num_target_layers")
-    settings["label_layout"] = "anchor_first" if raw.get("sample_from_anchor") else "same_position"
+    dspark = raw["speculators_model_type"] == "dspark"
+    settings["label_layout"] = "anchor_first" if raw.get("sample_from_anchor", dspark) else "same_position"
     verifier = (raw.get("speculators_config") or {}).get("verifier") or {}
     named = {"name": verifier["name_or_path"]} if verifier.get("name_or_path") else {}
     settings["target"] = {**named, **(raw.get("target") or {})}
     settings["chat_template_kwargs"] = raw.get("chat_template_kwargs")
     settings |= {key: raw[key] for key in (*REFINER, "architectures") if key in raw}
+    if dspark:
+        silent = {"markov_rank": 256, "enable_confidence_head": True, "confidence_head_with_markov": True}
+        stated = {key: raw[key] for key in (*MARKOV, VARIANT) if raw.get(key) is not None}
+        settings |= {PROJECTOR: "dspark", **silent, **stated}
     return settings
 
 

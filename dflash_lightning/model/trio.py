@@ -12,7 +12,7 @@ from dflash_lightning.draft_config import FIELDS, DraftConfig
 from dflash_lightning.drafter import Drafter
 from dflash_lightning.geometry import FIELD_OF
 from dflash_lightning.head import DraftHead
-from dflash_lightning.model.foreign_parts import CONVOLUTION, LATTICE, SELECTOR
+from dflash_lightning.model.foreign_parts import CONVOLUTION, LATTICE, MARKOV, PREFIX, REFINER, SELECTOR
 
 AXES: dict[str, type[Component]] = {"conditioning": Conditioning, "drafter": Drafter, "head": DraftHead}
 KNOWN_ELSEWHERE = {"conditioning": "kv_injection", "drafter": "block_transformer", "head": "marginal"}
@@ -22,12 +22,18 @@ TRIOS: dict[str, dict[str, str]] = {
     "DFlash 2": _CONVOLVED | {"head": "selector"},
     "LiLiCorr": KNOWN_ELSEWHERE | {"head": "lattice"},
     "LiLiCorr with convolutions": _CONVOLVED | {"head": "lattice"},
+    "DSpark": KNOWN_ELSEWHERE | {"head": "markov"},
+    "xPress": KNOWN_ELSEWHERE | {"head": "refiner"},
+    "Domino": KNOWN_ELSEWHERE | {"head": "prefix"},
 }
-# Settings that files of other programs state themselves.
+# Settings that files of other programs state themselves, or their tensors show, or that matter to training alone.
 _STATED = {
     "conv_transformer": {*CONVOLUTION.values()},
     "selector": {*SELECTOR.values()},
     "lattice": {*LATTICE.values()},
+    "markov": {*MARKOV.values(), "confidence_bias", "detach_confidence"},
+    "refiner": {*REFINER.values()},
+    "prefix": {*PREFIX.values(), "pure_slots"},
 }
 
 
@@ -52,7 +58,8 @@ def unknown_elsewhere(config: DraftConfig) -> dict[str, str]:
     for axis, known in KNOWN_ELSEWHERE.items():
         part = config.components.get(axis, {})
         name = str(part.get("name"))
-        changed = ", ".join(_changed(axis, name, part.get("settings") or {})) if name == known else ""
+        shown = name == known or name in _STATED
+        changed = ", ".join(_changed(axis, name, part.get("settings") or {})) if shown else ""
         if name != known or changed:
             found[axis] = f"{name}({changed})" if changed else name
     return found

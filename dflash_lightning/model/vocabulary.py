@@ -25,6 +25,11 @@ def take_extras(model: Any, extras: Mapping[str, Tensor], where: str) -> None:
     ids = torch.arange(config.vocab_size)
     if "d2t" in extras:
         ids = draft_ids(extras["d2t"], extras.get("t2d"), vocab_size=config.vocab_size, where=where)
+        if config.components["head"]["name"] != "marginal" and not bool((ids.diff() > 0).all()):
+            raise ValueError(
+                f"{where}: d2t does not name tokens in ascending order, in which drafters here keep them; the rows of "
+                "its head would belong to others. Sort d2t, and the rows of the head alike. Nothing was loaded."
+            )
         if config.draft_vocab_size is not None:
             model.draft_vocab.copy_(ids.sort().values)
         elif len(ids) != config.vocab_size:

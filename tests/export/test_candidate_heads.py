@@ -72,7 +72,8 @@ def test_the_table_says_who_holds_what() -> None:
         "zlab": ("DFlash 2",),
         "sglang": ("LiLiCorr", "LiLiCorr with convolutions"),
         "vllm": ("DFlash 2", "LiLiCorr", "LiLiCorr with convolutions"),
-        "speculators": (),
+        "speculators": ("DSpark", "xPress"),
+        "specforge": ("Domino", "DSpark"),
     }
 
 

@@ -367,4 +367,5 @@ def test_it_starts_fresh_on_a_trained_backbone_in_blocks_of_another_layout(
 def test_it_is_not_exported_as_marginals(tiny_target: Any) -> None:
     config = build_draft(tiny_target).config
     for exporter in FORMATS.values():
-        assert any("'head': 'markov'" in reason for reason in exporter.limits(config))
+        held = "DSpark" in exporter.holds
+        assert held != any("'head': 'markov'" in reason for reason in exporter.limits(config))

@@ -140,4 +140,5 @@ def test_it_is_not_exported_as_marginals() -> None:
     block = Anchored(block_size=4, num_anchors=24, label_layout="anchor_first")
     config = toy_module(head=small(), block=block).draft_model.config
     for exporter in FORMATS.values():
-        assert any("'head': 'prefix'" in reason for reason in exporter.limits(config))
+        held = "Domino" in exporter.holds
+        assert held != any("'head': 'prefix'" in reason for reason in exporter.limits(config))

@@ -251,4 +251,5 @@ def test_settings_that_mean_nothing_are_refused(make_part: Any, message: str) ->
 def test_it_is_not_exported_as_marginals() -> None:
     config = toy_module(head=small()).draft_model.config
     for exporter in FORMATS.values():
-        assert any("'head': 'refiner'" in reason for reason in exporter.limits(config))
+        held = "xPress" in exporter.holds
+        assert held != any("'head': 'refiner'" in reason for reason in exporter.limits(config))
