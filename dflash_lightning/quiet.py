@@ -39,6 +39,7 @@ LOG_LINES: dict[str, tuple[Noise, ...]] = {
 }
 WARNINGS: tuple[Noise, ...] = (
     Noise(r"The '\w+' does not have many workers", "rows are made in milliseconds; data.num_workers is documented"),
+    Noise(r"The number of training batches .* is smaller than the logging interval", "fit prints the loss by itself"),
     Noise(r"Checkpoint directory .* exists and is not empty", "a run folder that is resumed or kept holds files"),
 )
 # These address the authors of a program. Ours are held clean by the tests.

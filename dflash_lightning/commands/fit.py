@@ -268,8 +268,23 @@ def _conclude(parts: Parts, folder: RunFolder, started: int) -> int:
         facts = {name: float(value) for name, value in known.items() if value is not None}
         rows = len(parts.data.documents) if isinstance(parts.data, DraftData) else None
         folder.finish(optimizer_steps=steps, rows=rows, **facts)
-        _say(f"finished after {steps} optimizer steps. Next: {folder.next_command}")
+        _say(f"finished after {steps} optimizer steps{_best(parts.trainer)}. Next: {folder.next_command}")
     return 0
+
+
+def _best(trainer: Trainer) -> str:
+    """Which step the checkpoint that is used from now on is of, where that is not the last one."""
+    evaluation = next((c for c in trainer.callbacks if isinstance(c, SpeculativeEval)), None)  # type: ignore[attr-defined]
+    kept = any(getattr(c, "monitor", None) == "decode/tau" for c in trainer.checkpoint_callbacks)
+    if evaluation is None or not kept or not evaluation.history:
+        return ""
+    best, last = max(evaluation.history, key=lambda entry: entry["decode/tau"]), evaluation.history[-1]
+    if best["step"] == last["step"]:
+        return ""
+    return (
+        f"; best.ckpt is of step {best['step']:.0f} (tau {best['decode/tau']:.2f}; the last evaluation, of last.ckpt, "
+        f"found {last['decode/tau']:.2f})"
+    )
 
 
 def _problem(parts: Parts, started: int) -> str:

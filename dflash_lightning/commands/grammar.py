@@ -116,7 +116,7 @@ trainer.max_time save before they end it. The exit status is 130 for a run that 
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="load everything, measure one step, print sizes and the minutes to expect; writes nothing",
+        help="load everything, measure one step, print sizes and the minutes to expect; writes no run folder",
     )
 
 

@@ -129,7 +129,7 @@ class Evaluation:
         )
         short = stats.rounds - stats.plain_rounds - sum(stats.histogram)
         cut = f"; not of the {short} rounds with room for fewer drafts" if short else ""
-        together = "" if self.batch_size == 1 else f"  (of {self.batch_size} prompts together)"
+        together = "" if self.batch_size == 1 else f"  (of {min(self.batch_size, stats.requests)} prompts together)"
         lines = [
             f"{title}: tau {stats.tau:.3f} tokens per round ({stats.committed} tokens, {stats.rounds} rounds, "
             f"{stats.requests} prompts)",

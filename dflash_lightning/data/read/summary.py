@@ -12,6 +12,7 @@ from dflash_lightning.data.read.store import MaskedIds
 from dflash_lightning.errors import SettingError
 
 FEW_ANCHORS = 1000  # below this a drafter learns next to nothing
+_HIDDEN = 0.05  # share of rows that the template may leave out without a word more
 _LISTED = 6  # reasons in the printed account
 
 BAD = "bad record"
@@ -136,6 +137,13 @@ class DataSummary:
                 f"{self.empty_reasoning} responses without reasoning, while the template's thinking is on, would teach "
                 "an empty <think></think> block. Set data.chat_template_kwargs.enable_thinking=false, here and in "
                 "evaluation, or train on responses with reasoning."
+            )
+        hidden = sum(count for reason, count in self.dropped.items() if reason.startswith("the chat template"))
+        if hidden > _HIDDEN * self.read:
+            found.append(
+                f"{100 * hidden / self.read:.0f} % of the rows are dropped because the target's chat template does not "
+                "show all of them. Train for a target whose template does, or leave the column out (in data.train: "
+                "ignore: [tools])."
             )
         if not 0.01 <= self.share <= 0.99:
             found.append(f"{100 * self.share:.1f} % of the tokens are supervised: look at the masks before training.")
