@@ -167,7 +167,7 @@ to check any engine against, and a model card. What a format cannot hold is refu
     parser = _add(commands, "export", "write a drafter for a server", text)
     parser.add_argument("--draft", required=True, metavar="PATH", help=DRAFT_HELP)
     parser.add_argument("--target", metavar="T", help=f"{TARGET_HELP}; default: the target the drafter was made for")
-    parser.add_argument("--format", required=True, choices=["hf", "zlab", "sglang", "vllm", "speculators"])
+    parser.add_argument("--format", required=True, choices=["hf", "zlab", "sglang", "vllm", "speculators", "specforge"])
     parser.add_argument("--out", required=True, metavar="DIR", help="folder to write; it must not exist")
     parser.add_argument("--replace", action="store_true", help="replace DIR if it exists")
     parser.add_argument(

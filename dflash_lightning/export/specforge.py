@@ -68,7 +68,7 @@ class SpecForgeExporter(Qwen3Layout):
             layer_ids=tuple(required(nested, "target_layer_ids", f"{NESTED}.target_layer_ids")),
             block_size=int(required(raw, "block_size", "block_size at the top level")),
             mask_token_id=required(nested, "mask_token_id", f"{NESTED}.mask_token_id"),
-            is_causal=None,
+            is_causal=raw.get("is_causal"),  # SpecForge reads no such key; ``limits`` refuses what it would not do
             first_slot=0 if anchored else 1,
         )
 

@@ -189,7 +189,7 @@ def test_who_can_run_which_of_the_two() -> None:
     """Masks: every format that has causal blocks. Tokens: nobody, since no format knows such a drafter."""
     masks, tokens = (build().draft_model.config for build in (causal, sequential))
     held = {name: not exporter.limits(masks) for name, exporter in FORMATS.items()}
-    assert held == {"hf": True, "zlab": True, "sglang": True, "vllm": True, "speculators": False}
+    assert held == {"hf": True, "zlab": True, "sglang": True, "vllm": True, "speculators": False, "specforge": False}
     assert any("never is" in reason for reason in FORMATS["speculators"].limits(masks))
     for exporter in FORMATS.values():
         assert any("'drafter': 'causal_transformer'" in reason for reason in exporter.limits(tokens))
