@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from typing import Any
 
 from dflash_lightning.bench.differences import differences
 from dflash_lightning.bench.runs import Run
+from dflash_lightning.decoding import DecodingSettings
 
+_DEFAULTS = {field.name: field.default for field in fields(DecodingSettings)}
 _SHOWN = 12  # characters of a digest
 
 
@@ -29,7 +32,11 @@ def unlike(runs: Sequence[Run]) -> list[str]:
 
 def _facts(run: Run) -> dict[str, Any]:
     assert run.measured is not None
-    return {"target": run.measured["target"].get("digest") or run.measured["target"], **run.measured["protocol"]}
+    facts = {"target": run.measured["target"].get("digest") or run.measured["target"], **run.measured["protocol"]}
+    if isinstance(ways := facts.get("decodings"), dict):
+        # A setting that came later than a run had its default there.
+        facts["decodings"] = {name: _DEFAULTS | way if isinstance(way, dict) else way for name, way in ways.items()}
+    return facts
 
 
 def _unlike(mine: dict[str, Any], theirs: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:

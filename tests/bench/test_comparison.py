@@ -230,6 +230,15 @@ def test_runs_that_are_not_alike_are_refused_unless_asked_for(
     assert (paired is None) == ("prompts" in said)
 
 
+def test_a_setting_that_came_after_a_run_had_its_default_there(make_run: MakeRun) -> None:
+    runs = [make_run("bench/dflash", 1), make_run("bench/dspark", 1)]
+    for run, later in zip(runs, ({}, {"adaptive": False}), strict=True):
+        measured = json.loads((run / "measured.json").read_text())
+        measured["protocol"]["decodings"]["greedy"] = {"temperature": 0.0, **later}
+        (run / "measured.json").write_text(json.dumps(measured))
+    assert not any("decodings" in gap for gap in _found(*runs)["gaps"])
+
+
 def test_runs_of_one_name_and_different_recipes_are_no_seeds_of_one_method(make_run: MakeRun, tmp_path: Path) -> None:
     make_run("bench/dflash", 1)
     make_run("bench/dflash", 2, recipe={"optim": {"lr": 1e-3}})
