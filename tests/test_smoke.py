@@ -100,7 +100,7 @@ def test_a_shipped_recipe_passes_every_stage_and_leaves_nothing(one_world, capsy
     assert list(entry["stages"]) == [
         *("compose", "build", "train", "greedy decoding", "sampled decoding", "load", "resume", "export")
     ]
-    assert set(entry["refused"]) == {"hf", "zlab", "sglang", "vllm"}  # it knows a part of the vocabulary
+    assert set(entry["refused"]) == {"hf", "zlab", "sglang", "vllm", "specforge"}  # it knows a part of the vocabulary
     assert [path.name for path in tmp_path.iterdir()] == ["scratch"] and not list((tmp_path / "scratch").iterdir())
     assert torch.equal(state, torch.get_rng_state())
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from dflash_lightning.ops.fused import FusedNorm, is_plain
 from dflash_lightning.ops.norm import RMSNorm, compute_dtype, trains
@@ -64,11 +64,11 @@ def rotate(x: Float[Tensor, "*rows heads D"], rotation: Rotation) -> Float[Tenso
 
 
 def norm_and_rotate(
-    x: Float[Tensor, "*rows heads D"], norm: RMSNorm, rotation: Rotation
+    x: Float[Tensor, "*rows heads D"], norm: nn.Module, rotation: Rotation
 ) -> Float[Tensor, "*rows heads D"]:
-    """``rotate(norm(x), rotation)``; one pass in training steps that ``ops.fused`` can do."""
+    """``rotate(norm(x), rotation)``; for an ``RMSNorm`` one pass in training steps that ``ops.fused`` can do."""
     cos, sin = rotation
     fits = cos.shape == sin.shape == (*x.shape[:-2], x.shape[-1]) and cos.dtype == sin.dtype == x.dtype
-    if fits and is_plain(norm, RMSNorm) and trains(x, norm.weight):
+    if fits and isinstance(norm, RMSNorm) and is_plain(norm, RMSNorm) and trains(x, norm.weight):
         return FusedNorm.apply(x, norm.weight, cos.contiguous(), sin.contiguous(), norm.eps)
     return rotate(norm(x), rotation)

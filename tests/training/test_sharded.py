@@ -81,7 +81,8 @@ def test_gradients_are_those_of_a_whole_drafter(parts: str, mesh: Any) -> None:
     found = gradients(module)
     assert found.keys() == expected.keys() and len(found) > 10
     for name, gradient in expected.items():
-        assert torch.allclose(found[name], gradient, rtol=1e-5, atol=1e-8), name
+        rounding = 1e-6 * float(gradient.abs().max())
+        assert torch.allclose(found[name], gradient, rtol=1e-5, atol=rounding), name
     # Afterwards weights are sharded again, and the copy to decode with has all of them.
     draft = module.whole_draft()
     assert draft is module.whole_draft() and type(draft) is DraftModel
