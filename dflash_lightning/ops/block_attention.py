@@ -49,7 +49,6 @@ def block_attention(
     ``dense`` takes the first way for any number of blocks: for a few short ones, as the lanes of a draft are.
     """
     num_blocks, block_size = q.shape[1:3]
-    own = own_visible(block_size, causal=causal, window=window, device=q.device)
     heads = max([k_own.shape[3], *(source.k.shape[2] for source in sources)])
     k_own, v_own = _with_heads(k_own, heads), _with_heads(v_own, heads)
     keys = [_with_heads(source.k, heads).to(q.dtype) for source in sources]
@@ -65,6 +64,7 @@ def block_attention(
             )
             for source in sources
         ]
+        own = own_visible(block_size, causal=causal, window=window, device=q.device)
         parts = list(zip(keys, values, seen, strict=True))
         with torch.autocast(q.device.type, enabled=False):
             return attend(q, k_own, v_own, own, parts, scale)[0]

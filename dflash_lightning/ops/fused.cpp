@@ -178,17 +178,22 @@ extern "C" void gated_back(const float *dh, const float *gate, const float *up, 
 // block n and slot k sees the columns ranges[n, k, p] = (first, end) of part p; what it does not see is not read.
 struct Rows {
   int64_t heads, blocks, groups, slots, parts;
+  int64_t count() const { return heads * blocks * groups * slots; }
 };
+
+static inline const int32_t *seen(const int32_t *ranges, const Rows &s, int64_t row) {
+  const int64_t n = row / (s.groups * s.slots) % s.blocks, k = row % s.slots;
+  return ranges + (n * s.slots + k) * s.parts * 2;
+}
 
 // Scores become probabilities, 0 where a row does not see; lse[row] = log sum exp of what it sees.
 extern "C" void attend(float *const *scores, const int64_t *columns, const int32_t *ranges, float *lse,
                        const Rows *shape, int64_t threads) {
   const Rows s = *shape;
-  const int64_t rows = s.heads * s.blocks * s.groups * s.slots;
+  const int64_t rows = s.count();
 #pragma omp parallel for schedule(static) num_threads(threads)
   for (int64_t r = 0; r < rows; r++) {
-    const int64_t n = r / (s.groups * s.slots) % s.blocks, k = r % s.slots;
-    const int32_t *range = ranges + (n * s.slots + k) * s.parts * 2;
+    const int32_t *range = seen(ranges, s, r);
     float most = -INFINITY, total = 0.0f;
     for (int64_t p = 0; p < s.parts; p++) {
       const float *row = scores[p] + r * columns[p];
@@ -226,11 +231,10 @@ extern "C" void attend(float *const *scores, const int64_t *columns, const int32
 extern "C" void attend_back(float *const *scores, float *const *dp, const int64_t *columns, const int32_t *ranges,
                             const float *lse, const Rows *shape, int64_t threads) {
   const Rows s = *shape;
-  const int64_t rows = s.heads * s.blocks * s.groups * s.slots;
+  const int64_t rows = s.count();
 #pragma omp parallel for schedule(static) num_threads(threads)
   for (int64_t r = 0; r < rows; r++) {
-    const int64_t n = r / (s.groups * s.slots) % s.blocks, k = r % s.slots;
-    const int32_t *range = ranges + (n * s.slots + k) * s.parts * 2;
+    const int32_t *range = seen(ranges, s, r);
     const float sum = lse[r];
     float dot = 0.0f;
     for (int64_t p = 0; p < s.parts; p++) {

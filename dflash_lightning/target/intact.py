@@ -83,8 +83,8 @@ def check_finite(model: PreTrainedModel, intact: Intact, name: str) -> None:
     Raises:
         ValueError: names the tensors, or the first layer whose output is not finite.
     """
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    if broken := [key for key, tensor in tensors if not _is_finite(tensor)]:
+    broken, blank = _flawed(model)
+    if broken:
         more = f" and {len(broken) - _NAMED} more" if len(broken) > _NAMED else ""
         raise SettingError(
             "target",
@@ -99,39 +99,45 @@ def check_finite(model: PreTrainedModel, intact: Intact, name: str) -> None:
                 f"{name} computes NaN or infinity in {_plain(model.dtype)}: {place} it for a few test tokens",
                 do=f"{_remedy(model.dtype)}",
             )
-    _warn_of_blanks(model, name)
-
-
-def _warn_of_blanks(model: PreTrainedModel, name: str) -> None:
-    """Warn of matrices that are zero, wholly or in their last eighth: what a download leaves that did not finish.
-
-    The rows of a vocabulary may end in zeros: they are padding. It is no error, for a model may have been made so.
-    """
-    vocabulary = {
-        id(module.weight) for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module
-    }
-    blank = [key for key, tensor in model.named_parameters() if _is_blank(tensor, padded=id(tensor) in vocabulary)]
-    if blank:
+    if blank:  # no error, for a model may have been made so
         more = f" and {len(blank) - _NAMED} more" if len(blank) > _NAMED else ""
         warnings.warn(
             f"target: weights of {name} are zero, wholly or at the end: {', '.join(blank[:_NAMED])}{more}. A download "
             "that did not finish leaves such files: compare their size or sha256 with the original's.",
-            stacklevel=3,
+            stacklevel=2,
         )
 
 
+def _flawed(model: PreTrainedModel) -> tuple[list[str], list[str]]:
+    """Names of tensors that are not finite, and of weights that are blank; each is gathered or dequantised once."""
+    vocabulary = {
+        id(module.weight) for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module
+    }
+    weights = {id(parameter) for parameter in model.parameters()}
+    broken, blank = [], []
+    for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if not tensor.is_floating_point() or tensor.element_size() < 2:  # codes of a quantised weight
+            continue
+        values = plain_values(tensor.detach())
+        if not _is_finite(values):
+            broken.append(key)
+        if id(tensor) in weights and _is_blank(values, padded=id(tensor) in vocabulary):
+            blank.append(key)
+    return broken, blank
+
+
 def _is_blank(tensor: Tensor, *, padded: bool) -> bool:
-    if tensor.dim() < 2 or not tensor.is_floating_point() or tensor.element_size() < 2 or not len(tensor):
+    """Whether a matrix is zero, wholly or in its last eighth: what a download leaves that did not finish.
+
+    The rows of a vocabulary may end in zeros: they are padding.
+    """
+    if tensor.dim() < 2 or not len(tensor):
         return False
-    tensor = plain_values(tensor.detach())
     tail = tensor[-(-7 * len(tensor) // 8) :] if len(tensor) >= 8 and not padded else tensor
     return not bool(tail[-1].any()) and not bool(tail.any())
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    if not tensor.is_floating_point() or tensor.element_size() < 2:  # codes of a quantised weight
-        return True
-    tensor = plain_values(tensor.detach())
     # A sum needs no room for a copy; it may overflow by itself.
     if bool(torch.isfinite(tensor.sum(dtype=torch.float32))):
         return True
