@@ -189,6 +189,7 @@ def expected_memory(module: DraftModule, data: DraftData, trainer: Trainer) -> S
         blocks=padded[1],
         autocast=_AUTOCAST.get(str(trainer.precision)),
         checkpointed=checkpoints(trainer),
+        ahead=data.prefetches(trainer.strategy.root_device, reads=not module.draft_model.conditioning.carries),
     )
 
 
