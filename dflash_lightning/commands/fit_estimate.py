@@ -74,7 +74,7 @@ class Estimate:
 
     @property
     def step_seconds(self) -> float:
-        """Of one optimizer step."""
+        """Of one optimizer step; features made beside it (``data.prefetch_features``) take less than is said here."""
         m = self.measured
         return self.accumulate * (m.drafter + (0.0 if self.cached else m.features)) + m.optimizer
 

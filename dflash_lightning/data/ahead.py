@@ -4,7 +4,8 @@
     side   batch 2        | batch 3        | batch 4
 
 Step 2 waits for batch 2 in the device's queue, and the program waits for neither. Batch 3 begins when step 1 is done.
-So there are never more than two batches, whatever takes longer.
+So there are never more than two batches, whatever takes longer. They may take the memory of three: what batch 1 had is
+given away again once the allocator sees that step 1 is done, and the program is ahead of that.
 """
 
 from __future__ import annotations

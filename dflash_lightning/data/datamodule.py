@@ -66,7 +66,7 @@ class DraftData(LightningDataModule):
         cache_dtype: of the hidden states in the cache: ``"float32"``, ``"bfloat16"`` or ``"float16"``; null keeps the
             target's dtype. The states that teach the drafter always keep it.
         prefetch_features: move the next batch to the device, and compute its features, while it trains on this one. It
-            takes a second queue of the device, and room for the features of one more batch. ``"auto"`` does so where
+            takes a second queue of the device, and room for the features of two more batches. ``"auto"`` does so where
             there is such a queue (CUDA); true refuses to train elsewhere.
         cache_also: what the cache holds beyond what the drafter reads, so that recipes on the same rows share one:
             ``{"layer_ids": [1, 14, 27], "last_hidden": True}``; null adds nothing.

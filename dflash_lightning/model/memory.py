@@ -96,8 +96,8 @@ def step_memory(
 
     ``autocast`` is what products are computed in where that is not float32. On a CPU less is kept of what is float32
     (``ops.fused``). ``checkpointed`` layers keep their inputs, and the rest of one layer at a time. ``ahead``
-    says that the target reads the next micro-batch during the step: its features are there twice then, and the memory
-    of that pass is not free for the step's activations.
+    says that the target reads the next micro-batch during the step: the memory of that pass is not free for the step's
+    activations then, and besides its features those of the batch before may not be given back yet (``data.ahead``).
     """
     fused = can_fuse(next(draft.parameters()))
     config, weights = draft.config, sum(p.numel() for p in draft.parameters())
@@ -121,7 +121,7 @@ def step_memory(
         "gradients and optimizer": 3 * _WIDE * trained,  # AdamW has two moments
         "activations": kept,
         "features": features,
-        **({"next batch": features + _pass_bytes(target, tokens)} if ahead else {}),
+        **({"next batch": 2 * features + _pass_bytes(target, tokens)} if ahead else {}),
         "logits": _logit_bytes(draft, target, spec, blocks * config.alignment.num_drafts, autocast),
     }
     return StepMemory(parts)

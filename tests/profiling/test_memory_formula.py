@@ -101,7 +101,8 @@ def test_a_pass_beside_the_step_holds_its_features_and_one_layer(changes: dict[s
     with Held([*target.model.parameters(), *target.model.buffers(), batch.input_ids, batch.position_ids]) as held:
         features = target.features(batch.input_ids, batch.position_ids, spec, packed=False)
     assert features.hidden.nbytes == expected.parts["features"]
-    assert expected.parts["next batch"] == pytest.approx(held.most, rel=0.15)
+    before = expected.parts["features"]  # of the batch before, whose memory the allocator may not have given back
+    assert expected.parts["next batch"] - before == pytest.approx(held.most, rel=0.15)
 
 
 def test_the_line_names_every_part_and_the_advice_the_largest() -> None:
