@@ -20,6 +20,7 @@ from dflash_lightning.data.features.cache import Storage
 from dflash_lightning.data.features.products import with_products
 from dflash_lightning.data.features.served import FetchedFeatures
 from dflash_lightning.device import abilities, wait
+from dflash_lightning.loss import total_loss
 from dflash_lightning.model.memory import StepMemory, step_memory
 from dflash_lightning.module import DraftModule
 from dflash_lightning.progress import readable_seconds
@@ -250,7 +251,7 @@ def _time_batch(
             batch = play_round(module.draft_model, reader, batch, module.required(), module._lm)
         out, features = module.outputs(batch)
         shares = module.loss_shares(batch, out, features, StepContext(0, steps, 0), batch.window_totals)
-        loss = torch.stack([coef * share for coef, share in shares.values()]).sum()
+        loss = total_loss(shares)
     loss.backward()
     return middle - begin, _now(batch) - middle
 

@@ -1,6 +1,6 @@
 """Loss axis: sums over slots, divided only after every rank has been counted."""
 
-from dflash_lightning.loss.base import LossTerm, SlotwiseLoss
+from dflash_lightning.loss.base import LossShare, LossTerm, SlotwiseLoss, total_loss
 from dflash_lightning.loss.clipped import ClippedReverseKL
 from dflash_lightning.loss.confidence import ConfidenceLoss
 from dflash_lightning.loss.expected_length import BlockVerificationLoss, DPace
@@ -26,6 +26,7 @@ __all__ = [
     "FadingCrossEntropy",
     "LatticeLoss",
     "LengthLoss",
+    "LossShare",
     "LossTerm",
     "OnPolicyLoss",
     "ProductLoss",
@@ -35,4 +36,5 @@ __all__ = [
     "SteppedCrossEntropy",
     "TotalVariation",
     "WeightedLoss",
+    "total_loss",
 ]

@@ -28,7 +28,7 @@ from dflash_lightning.types import BlockLayout, FeatureSpec
 
 Loss = Literal["ce", "soft_ce", "forward_kl", "reverse_kl", "jsd", "tv", "nla", "renyi", "lk_hybrid"]
 DivergenceKind = Literal["forward_kl", "reverse_kl", "jsd"]
-WeightKind = Literal["decay", "label", "overlap", "auf", "vat", "target"]
+WeightKind = Literal["decay", "label", "label_reach", "label_continuation", "overlap", "auf", "vat", "target"]
 _LEAST = 1e-5  # of an overlap: below it there is nothing to gain from a slot, and its gradient would be noise
 
 
@@ -83,7 +83,8 @@ class WeightedLoss(SlotwiseLoss):
     - ``label``: the derivative of the expected length ``sum_j prod_{i <= j} s_i`` with respect to ``log s_k``, where
       ``s = (1 - alpha) q(y) + alpha``. D-PACE (arXiv 2605.18810) has ``ce`` and alpha .5. With alpha 0 the gradient of
       the sum is that of ``-sum_j prod_{i <= j} q_i(y_i)`` exactly (EAL, arXiv 2609.24150); above 0 it is that of
-      nothing;
+      nothing. It is ``P_k`` times what a right slot opens, ``W_k / P_k`` with ``P_k`` the product of ``s`` up to
+      ``k``: ``label_reach`` and ``label_continuation`` are these alone (D-PACE's ablations);
     - ``overlap``: the same with ``a`` in place of ``q(y)``: with ``renyi`` D-PARD, with ``nla`` DPALA (SpecForge's
       documents), with ``nla`` and alpha 0 window total variation (WTV, arXiv 2609.24150, AngelSpec's end-to-end TV),
       whose gradient is that of ``-sum_j prod_{i <= j} a_i``;
@@ -173,6 +174,12 @@ class WeightedLoss(SlotwiseLoss):
         block, weight = self._block(layout, teacher), WEIGHTS[self.weight]
         found = self.view_of(out).ask(*weight.ask(block))
         return weight.weigh(found, block, self.counted(layout), self.alpha, self.decay)
+
+    def figures(self, out: HeadOutput, layout: BlockLayout, teacher: Teacher | None) -> dict[str, Float[Tensor, ""]]:
+        """The sum of the weights where they follow the drafter: how much is trained (of ``auf``: how many slots)."""
+        if self.weight == "decay":
+            return {}
+        return {"weight": torch.where(self.counted(layout), self.weights(out, layout, teacher), 0.0).sum()}
 
     def _block(self, layout: BlockLayout, teacher: Teacher | None) -> Block:
         return Block(layout, teacher, self.labels == "target", self.temperature)

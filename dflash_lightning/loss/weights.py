@@ -19,13 +19,27 @@ from dflash_lightning.schedule import decay_weights
 from dflash_lightning.types import BlockLayout
 
 
+def reach(chances: Float[Tensor, "*blocks K"], counted: Bool[Tensor, "*blocks K"]) -> Float[Tensor, "*blocks K"]:
+    """``P_k``: the product of ``chances`` over the counted slots up to ``k``, itself among them; 0 at other slots."""
+    return torch.where(counted, torch.where(counted, chances, 1.0).cumprod(-1), 0.0)
+
+
 def suffix(chances: Float[Tensor, "*blocks K"], counted: Bool[Tensor, "*blocks K"]) -> Float[Tensor, "*blocks K"]:
     """``W_k``: the sum over counted slots ``j >= k`` of the product of ``chances`` up to ``j``.
 
     It is the derivative of ``sum_j prod_{i <= j} chances_i``, the expected length, with respect to ``log chances_k``.
     """
-    reached = torch.where(counted, torch.where(counted, chances, 1.0).cumprod(-1), 0.0)
-    return torch.where(counted, reached.flip(-1).cumsum(-1).flip(-1), 0.0)
+    return torch.where(counted, reach(chances, counted).flip(-1).cumsum(-1).flip(-1), 0.0)
+
+
+def continuation(chances: Float[Tensor, "*blocks K"], counted: Bool[Tensor, "*blocks K"]) -> Float[Tensor, "*blocks K"]:
+    """``W_k / P_k``, what a right slot opens however likely it is reached: ``1 + chances_{k+1} (1 + ...)``."""
+    found = torch.zeros_like(chances[..., 0])
+    opened = []
+    for chance, counts in zip(chances.flip(-1).unbind(-1), counted.flip(-1).unbind(-1), strict=True):
+        opened.append(torch.where(counts, 1.0 + found, 0.0))
+        found = torch.where(counts, chance * (1.0 + found), found)
+    return torch.stack(opened[::-1], -1)
 
 
 def first_failure(ok: Bool[Tensor, "*blocks K"], counted: Bool[Tensor, "*blocks K"]) -> Int[Tensor, "*blocks 1"]:
@@ -80,8 +94,17 @@ class Weight:
     decays: bool = False
 
 
-def _smooth(chances: Tensor, counted: Tensor, alpha: float) -> Tensor:
-    return suffix((1.0 - alpha) * chances + alpha, counted)
+def _smooth(chances: Tensor, alpha: float) -> Tensor:
+    return (1.0 - alpha) * chances + alpha
+
+
+def _by_label(of: Callable[[Tensor, Tensor], Tensor]) -> Weight:
+    """A weight made by ``of`` from the smoothed chances of the labels."""
+    return Weight(
+        lambda b: (Detached(LabelLogProb(b.labels, b.temperature)),),
+        lambda found, b, m, alpha, decay: of(_smooth(found[0].exp(), alpha), m),
+        smoothed=True,
+    )
 
 
 def _until_failure(ok: Tensor, block: Block, counted: Tensor, decay: float | None) -> Tensor:
@@ -106,15 +129,14 @@ WEIGHTS: dict[str, Weight] = {
     # exp(-j / decay) by place alone (DFlash).
     "decay": Weight(lambda b: (), lambda _, b, m, alpha, decay: slot_weights(b.layout.predicts, decay), decays=True),
     # The worth of a slot for the expected length, by the chance of its label (D-PACE; alpha 0: EAL).
-    "label": Weight(
-        lambda b: (Detached(LabelLogProb(b.labels, b.temperature)),),
-        lambda found, b, m, alpha, decay: _smooth(found[0].exp(), m, alpha),
-        smoothed=True,
-    ),
+    "label": _by_label(suffix),
+    # Its two factors, each alone (D-PACE's ablations).
+    "label_reach": _by_label(reach),
+    "label_continuation": _by_label(continuation),
     # The same by the chance of acceptance (D-PARD, DPALA; alpha 0: WTV).
     "overlap": Weight(
         lambda b: (Detached(Overlap(b.law, temperature=b.temperature)),),
-        lambda found, b, m, alpha, decay: _smooth(found[0], m, alpha),
+        lambda found, b, m, alpha, decay: suffix(_smooth(found[0], alpha), m),
         reads="law",
         smoothed=True,
     ),
