@@ -13,6 +13,7 @@ from typing import Any
 from dflash_lightning.commands.grammar import make_parser
 from dflash_lightning.quiet import quiet
 from dflash_lightning.recipe.faults import hint_for
+from dflash_lightning.recipe.synonyms import meant
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,6 +64,8 @@ def _about(word: str, parser: argparse.ArgumentParser) -> str:
     """What is wrong with a word that a command does not take."""
     if not word.startswith("-"):
         return "is one word too many. Settings are written key=value, for commands that take a recipe"
+    if (ours := meant(word.partition("=")[0])) and any(action.dest == "recipe" for action in parser._actions):
+        return f"there is no such option. Settings are written key=value: {ours}=VALUE"
     known = [option for action in parser._actions for option in action.option_strings if option.startswith("--")]
     return f"there is no such option. {hint_for(word.partition('=')[0], known)}"
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from dflash_lightning.errors import SettingError
 from dflash_lightning.loss.base import Labels, LossTerm, check_temperature, taught, unbroken
-from dflash_lightning.loss.weighted import WeightedLoss, WeightKind
+from dflash_lightning.loss.weighted import WeightedLoss
+from dflash_lightning.loss.weights import WeightKind
 from dflash_lightning.ops.lm_head import HeadOutput, LabelLogProb, Overlap, Teacher, TeacherLogProb
 from dflash_lightning.types import BlockLayout, FeatureSpec, SlotTotals, StepContext
 
