@@ -34,9 +34,10 @@ from dflash_lightning.recipe.load import recipe_text
 from dflash_lightning.recipe.renamed import with_new_names
 
 _LOG_FILES = ("events.out.tfevents.*", "metrics.csv", "hparams.yaml")
-# Of a session, of where the servers of its features are, and of what is done with the run once it is finished.
+# Of a session and its device, of where the servers of its features are, and of what is done with the finished run.
 _ADDRESSES = ("endpoints", "model", "folder", "in_flight", "ahead_mib", "timeout", "retries", "pause")
-_MAY_DIFFER = ("trainer.max_time", "measure", "target.layers", *(f"data.features.{name}" for name in _ADDRESSES))
+_OF_SESSION = ("trainer.max_time", "data.prefetch_features")
+_MAY_DIFFER = (*_OF_SESSION, "measure", "target.layers", *(f"data.features.{name}" for name in _ADDRESSES))
 _MINUTES = ("train_minutes", "evaluation_minutes")
 _STATE: dict[str, Any] = {
     "finished": bool,
@@ -137,7 +138,8 @@ class RunFolder:
     def check_same_run(self, cfg: DictConfig, *, but: Collection[str] = ()) -> None:
         """Refuse to go on in the folder of another run that has something to lose.
 
-        How long a session may take (``trainer.max_time``), the addresses of servers and the keys of ``but`` may differ.
+        How long a session may take (``trainer.max_time``), when it makes features (``data.prefetch_features``), the
+        addresses of servers and the keys of ``but`` may differ.
 
         Raises:
             ValueError: the folder holds other files, or a checkpoint of another recipe or of changed data; says which

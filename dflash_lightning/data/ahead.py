@@ -87,7 +87,9 @@ class LookAhead:
                     return None
                 with queue.behind_main():
                     return _Begun(after(move_data_to_device(before(batch), device)), queue.mark())
-            except Exception as error:
+            except (
+                Exception
+            ) as error:  # whatever it is: it belongs to this batch, and the one before is trained on first
                 return _Begun(error=error)
 
         begun = begin()

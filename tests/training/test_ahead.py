@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dflash_lightning import device as device_file
+from dflash_lightning.bench.differences import differences
 from dflash_lightning.commands.fit_estimate import expected_memory
 from dflash_lightning.conditioning import Carryover, KVInjection
 from dflash_lightning.data import ahead as ahead_file
@@ -29,6 +30,7 @@ from dflash_lightning.data.batch.of_trainer import follows
 from dflash_lightning.data.batch.packing import Planner, PlanSettings
 from dflash_lightning.device import Abilities, SideQueue
 from dflash_lightning.recipe import list_faults, load_recipe
+from dflash_lightning.run import RunFolder
 from dflash_lightning.target import FrozenTarget
 
 LENGTHS = [20, 9, 14, 30, 12, 17, 25, 8, 11, 22, 28]
@@ -388,3 +390,16 @@ def test_memory_of_the_next_batch_is_counted_where_there_will_be_one(
     parts_of = expected_memory(module, data, make_trainer(tmp_path)).parts
     assert ("next batch" in parts_of) is counted
     assert not counted or parts_of["next batch"] > parts_of["features"] > 0
+
+
+def test_a_run_goes_on_and_is_compared_whenever_its_features_were_made(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("{}")
+    files = [f"{key}={tmp_path / 'rows.jsonl'}" for key in ("data.train", "callbacks.speculative_eval.prompts")]
+    words = ["target.source=tiny", *files]
+    folder, cfg = RunFolder(tmp_path / "run"), load_recipe("smoke", words)
+    folder.begin(cfg)
+    assert folder.is_same_run(cfg)
+    assert folder.is_same_run(load_recipe("smoke", [*words, "data.prefetch_features=false"]))
+    assert not folder.is_same_run(load_recipe("smoke", [*words, "data.num_workers=1"]))
+    assert differences({"data": {"prefetch_features": False}}, {"data": {}}) == []
+    assert len(differences({"data": {"num_workers": 1}}, {"data": {}})) == 1
