@@ -69,7 +69,7 @@ def norm_and_rotate(
 ) -> Float[Tensor, "*rows heads D"]:
     """``rotate(norm(x), rotation)``; for an ``RMSNorm`` one pass in training steps that ``ops.fused`` can do."""
     cos, sin = rotation
-    fits = cos.shape == sin.shape == (*x.shape[:-2], x.shape[-1]) and cos.dtype == sin.dtype == x.dtype
+    fits = cos.shape == sin.shape == (*x.shape[:-2], x.shape[-1]) and cos.dtype == sin.dtype == torch.float32
     if fits and isinstance(norm, RMSNorm) and is_plain(norm, RMSNorm) and trains(x, norm.weight):
-        return FusedNorm.apply(x, norm.weight, cos.contiguous(), sin.contiguous(), norm.eps)
+        return FusedNorm.apply(x, norm.weight, cos.contiguous(), sin.contiguous(), norm.eps, x.dtype)
     return rotate(norm(x), rotation)
