@@ -28,6 +28,7 @@ LAYOUT = {
     "training": {
         "loss": [_MULTILINE, ["train/loss"]],
         "accuracy by slot": [_MULTILINE, ["train/accuracy/slot_.*"]],
+        "mean weight of a slot": [_MULTILINE, ["train/weight/.*"]],
         "learning rate": [_MULTILINE, ["train/lr"]],
         "gradient norm, unclipped": [_MULTILINE, ["train/grad_norm"]],
         "tokens per second": [_MULTILINE, ["train/tokens_per_second"]],

@@ -43,6 +43,12 @@ def hint_for(name: str, known: Iterable[str]) -> str:
     return f"{guess}Allowed: {', '.join(known) if known else 'nothing'}"
 
 
+def nearest(name: str, known: Iterable[str]) -> str:
+    """``Did you mean 'dflash', 'dflare' or 'dfly'?``: up to three of many names; empty where none is near."""
+    near = [repr(one) for one in get_close_matches(name, sorted(known), n=3, cutoff=0.5)]
+    return f"Did you mean {' or '.join(filter(None, (', '.join(near[:-1]), near[-1])))}? " if near else ""
+
+
 def close_match(name: str, known: Iterable[str]) -> str | None:
     """The known name that ``name`` is most likely a slip of the pen for; null where none is near."""
     return next(iter(get_close_matches(name, sorted(known), n=1)), None)

@@ -23,7 +23,7 @@ from dflash_lightning.conditioning import Conditioning
 from dflash_lightning.drafter import Drafter
 from dflash_lightning.errors import SettingError
 from dflash_lightning.head import DraftHead
-from dflash_lightning.loss import LossTerm
+from dflash_lightning.loss import LossShare, LossTerm, total_loss
 from dflash_lightning.model import DraftModel
 from dflash_lightning.model.start import DraftPlan
 from dflash_lightning.ops.lm_head import Argmax, HeadOutput, LanguageHead, Teacher
@@ -193,9 +193,9 @@ class DraftModule(LightningModule):
         if self._metrics_due():
             out.views["main"].plan(Argmax())  # answered in the same pass as the losses
         shares = self.loss_shares(batch, out, features, self._step_context(), self._window_totals(batch))
-        for name, (_, share) in shares.items():
-            self.step_log.add(f"train/loss/{name}", share)
-        loss = torch.stack([coef * share for coef, share in shares.values()]).sum()
+        for name, share in shares.items():
+            self.step_log.add_share(name, share)
+        loss = total_loss(shares)
         self.step_log.add("train/loss", loss)
         self.step_log.add("tokens", (batch.doc_ids >= 0).sum().float())
         self.step_log.add("blocks", batch.layout.keep.sum().float())
@@ -226,14 +226,13 @@ class DraftModule(LightningModule):
         features: TargetFeatures,
         context: StepContext,
         totals: SlotTotals,
-    ) -> dict[str, tuple[float, Float[Tensor, ""]]]:
-        """Coefficient of every loss term, and this micro-batch's share of the term of a window with ``totals``."""
-        teacher, shares = self._teacher(features, batch.layout), {}
-        for name, term in self.terms.items():
-            denominator = term.divisor(totals, out, batch.layout, self._sum_over_ranks)
-            numerator = term.numerator(out, batch.layout, teacher, context)
-            shares[name] = (term.coef(context), numerator / torch.where(denominator > 0, denominator, 1.0))
-        return shares
+    ) -> dict[str, LossShare]:
+        """Every loss term in this micro-batch, as a share of a window with ``totals``."""
+        layout, teacher = batch.layout, self._teacher(features, batch.layout)
+        return {
+            name: term.in_window(out, layout, teacher, context, totals, self._sum_over_ranks)
+            for name, term in self.terms.items()
+        }
 
     def _teacher(self, features: TargetFeatures, layout: BlockLayout) -> Teacher | None:
         """The target's own law, where a loss term asks for it."""

@@ -6,7 +6,7 @@ Each METHOD (all of ``METHODS`` unless named) trains for ``EPOCHS`` epochs on th
 disk, then decodes ``PROMPTS`` held-out prompts one at a time at temperature 0 and 1, ``COMPARED`` of them plainly too.
 A line of JSON per way of decoding goes to OUT: tau, CPU-seconds of training (features not counted), drafted and plain
 tokens per CPU-second, outputs identical to plain decoding of those compared, parameters. ``--table OUT.jsonl`` prints
-what README shows. BV loss is not among the methods: its rows must be drawn at temperature 1.
+what docs/bench.md shows. BV loss is not among the methods: its rows must be drawn at temperature 1.
 """
 
 from __future__ import annotations

@@ -255,6 +255,21 @@ def test_template_settings_in_force_are_said(run: Run) -> None:
     assert status == 2 and "'moood'] is never read by the chat template" in errors
 
 
+def test_a_mask_that_training_refuses_is_refused(run: Run) -> None:
+    """One without a row, one with a purpose, and one that the rows hold: as ``fit`` says it."""
+    ids = [token for row in rows_of(run("good.jsonl", "--json")[1]) for token in row["input_ids"]]
+    often = max(set(ids) - {259}, key=ids.count)
+    expected = {
+        272: (2, "block.mask_token_id: 272 is outside the embedding of target (rows 0..271). Leave it null"),
+        256: (2, "block.mask_token_id: 256 is the pad token of target, which occurs in ordinary text. Leave it null"),
+        often: (1, f"training would stop: block.mask_token_id: {often} occurs {ids.count(often)} times as a token in"),
+        270: (0, "documents by length"),
+    }
+    for mask, (status, message) in expected.items():
+        found, _, errors = run("good.jsonl", f"block.mask_token_id={mask}")
+        assert found == status and message in errors
+
+
 def test_data_that_training_refuses_is_a_failure_that_says_why(run: Run, here: Path) -> None:
     status, _, errors = run("mixed.jsonl")
     assert status == 1 and "training would stop: data: 1 of 7 rows (14 %) cannot be used" in errors

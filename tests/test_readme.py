@@ -1,4 +1,4 @@
-"""What README shows works: its example method trains, its commands parse, the files and tests it names exist."""
+"""What README and docs/ show works: the example method trains, commands parse, the files and tests they name exist."""
 
 from __future__ import annotations
 
@@ -15,20 +15,26 @@ import torch
 from omegaconf import OmegaConf
 
 from dflash_lightning.cli import main
+from dflash_lightning.commands import report_text
 from dflash_lightning.commands.grammar import make_parser
 from dflash_lightning.data import DraftData
 from dflash_lightning.data.read.sources import make_sources
 from dflash_lightning.loss import LossTerm
 from dflash_lightning.recipe import build_recipe, load_recipe
-from dflash_lightning.recipe.folders import recipe_names
+from dflash_lightning.recipe.catalogue import systems_of
+from dflash_lightning.recipe.folders import recipe_names, recipes_folder
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PACKAGE = ROOT / "dflash_lightning"
+PAGES = {
+    page.relative_to(ROOT): page.read_text() for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+}
 
 
 def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+    """What README and the chapters in docs/ show in that language."""
+    return [block for text in PAGES.values() for block in re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)]
 
 
 SECTION = README.split("## Adding a method")[1].split("\n## ")[0]
@@ -141,14 +147,82 @@ def test_the_example_of_sources_holds_settings_that_exist():
     ]
 
 
-def test_files_and_tests_of_the_paper_index_exist():
+def index_rows() -> list[list[str]]:
+    """The cells of the paper index: numbers, paper, recipes, files, tests."""
     table = README.split("## Paper index")[1].split("## ")[0]
-    rows = [line.split("|")[1:-1] for line in table.splitlines() if line.startswith("| ") and "2" in line]
+    lines = [line for line in table.splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[1:]]
+
+
+def test_files_and_tests_of_the_paper_index_exist():
+    rows = index_rows()
     assert len(rows) >= 2
-    for _, recipes, files, tests in rows:
+    for _, _, recipes, files, tests in rows:
         for name in re.findall(r"`([^`]+)`", recipes):
             assert "=" in name or name in recipe_names(), name
         for name in re.findall(r"`([^`]+)`", files):
             assert (PACKAGE / name).exists(), name
         for name in re.findall(r"`([^`]+)`", tests):
             assert (ROOT / name).exists(), name
+
+
+def test_recipes_state_the_system_under_which_the_paper_index_lists_them():
+    """``# systems:`` in a recipe or a decoding option and the first column of the index say the same."""
+    listed = {
+        name.removeprefix("decoding="): set(number.split(", "))
+        for number, _, recipes, _, _ in index_rows()
+        for name in re.findall(r"`([^`]+)`", recipes)
+        if not name.startswith("callbacks=") and "." not in name
+    }
+    folder = recipes_folder()
+    stated = {name: set(systems_of(folder / f"{name}.yaml")) for name in recipe_names()}
+    options = {file.stem: set(systems_of(file)) for file in (folder / "decoding").glob("*.yaml")}
+    for name, numbers in {**options, **stated}.items():
+        own = name.split("/")[0] in ("bench", "ablation")  # these are a listed method on a protocol
+        if numbers and not own:
+            assert numbers <= listed.get(name, set()), f"{name} states {numbers}; the index lists {listed.get(name)}"
+        twin = name.split("/")[-1]
+        if own and stated.get(twin):
+            assert numbers == stated[twin] or numbers == {"1a"}, f"{name} states {numbers}, {twin} {stated[twin]}"
+    numbers = set.union(*listed.values())
+    assert set.union(*stated.values(), *options.values()) <= numbers
+    silent = [name for name, known in listed.items() if known != {"-"} and not (stated.get(name) or options.get(name))]
+    assert not silent, f"listed with a number that their file does not state: {silent}"
+
+
+def test_what_is_left_out_has_no_line_in_the_paper_index():
+    """Every number is listed or named as left out, not both."""
+    left_out = README.split("and as a whole:")[1].split("\n\n")[0]
+    absent = set(re.findall(r"\b(\d\d?) [A-Za-z]", left_out))
+    listed = {number.rstrip("ab") for row in index_rows() for number in row[0].split(", ")} - {"-"}
+    assert not absent & listed
+    assert absent | listed == {str(n) for n in range(1, max(map(int, listed | absent)) + 1)}
+
+
+def test_every_chapter_is_linked_and_every_link_leads_somewhere():
+    chapters = {page for page in PAGES if page.parent.name == "docs"}
+    links = {
+        (page, link) for page, text in PAGES.items() for link in re.findall(r"\]\(([^)]+)\)", text) if "://" not in link
+    }
+    assert chapters <= {Path(link.split("#")[0]) for page, link in links if page == Path("README.md")}
+    for page, link in links:
+        name, _, part = link.partition("#")
+        target = (page.parent / name) if name else page
+        assert (ROOT / target).exists(), f"{page}: {link}"
+        titles = re.findall(r"^#+ (.+)$", PAGES.get(target, ""), flags=re.MULTILINE)
+        assert not part or part in {re.sub(r"[^a-z0-9 -]", "", title.lower()).replace(" ", "-") for title in titles}, (
+            link
+        )
+
+
+def test_the_output_that_the_quickstart_shows_has_the_words_of_the_commands():
+    shown = README.split("```\nrun folder")[1].split("```")[0]
+    lines = shown.split("report.json\n")[1].splitlines()
+    labels = [re.split(r" {2,}", line.strip())[0] for line in lines]
+    assert len(labels) == 4
+    assert all(f'"{label}"' in inspect.getsource(report_text) for label in labels)
+
+
+def test_readme_stays_short():
+    """A newcomer reads it whole: what is looked up stands in docs/."""
+    assert len(README.splitlines()) <= 350

@@ -25,7 +25,7 @@ from dflash_lightning.recipe.folders import recipe_names
 # A loss of one's own, that a test puts a fault into.
 LOSS = """
 import torch
-from dflash_lightning.loss.weighted import CrossEntropy
+from dflash_lightning.loss.cross_entropy import CrossEntropy
 
 
 class Own(CrossEntropy):

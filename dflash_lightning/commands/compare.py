@@ -32,11 +32,11 @@ def compare(args: argparse.Namespace, page: Callable[[dict[str, Any]], str]) -> 
     for option in ("json", "html"):
         check_output(getattr(args, option), f"--{option}", read)
     found = compare_runs(runs, baseline=args.baseline, mixed=args.mixed)
-    print(render(found, markdown=args.markdown), end="")
     if args.json:
         write_atomic(Path(args.json), comparison_text(found))
     if args.html:
         write_atomic(Path(args.html), page(json.loads(comparison_text(found))))
+    print(render(found, markdown=args.markdown), end="")  # last: a reader may go away
     return 0
 
 

@@ -20,6 +20,7 @@ from dflash_lightning.data.features.cache import Storage
 from dflash_lightning.data.features.products import with_products
 from dflash_lightning.data.features.served import FetchedFeatures
 from dflash_lightning.device import abilities, wait
+from dflash_lightning.loss import total_loss
 from dflash_lightning.model.memory import StepMemory, step_memory
 from dflash_lightning.module import DraftModule
 from dflash_lightning.progress import readable_seconds
@@ -74,7 +75,7 @@ class Estimate:
 
     @property
     def step_seconds(self) -> float:
-        """Of one optimizer step."""
+        """Of one optimizer step; features made beside it (``data.prefetch_features``) take less than is said here."""
         m = self.measured
         return self.accumulate * (m.drafter + (0.0 if self.cached else m.features)) + m.optimizer
 
@@ -189,6 +190,7 @@ def expected_memory(module: DraftModule, data: DraftData, trainer: Trainer) -> S
         blocks=padded[1],
         autocast=_AUTOCAST.get(str(trainer.precision)),
         checkpointed=checkpoints(trainer),
+        ahead=data.prefetches(trainer.strategy.root_device, reads=not module.draft_model.conditioning.carries),
     )
 
 
@@ -250,7 +252,7 @@ def _time_batch(
             batch = play_round(module.draft_model, reader, batch, module.required(), module._lm)
         out, features = module.outputs(batch)
         shares = module.loss_shares(batch, out, features, StepContext(0, steps, 0), batch.window_totals)
-        loss = torch.stack([coef * share for coef, share in shares.values()]).sum()
+        loss = total_loss(shares)
     loss.backward()
     return middle - begin, _now(batch) - middle
 

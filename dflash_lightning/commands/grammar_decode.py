@@ -36,6 +36,7 @@ measured on the same prompts and shown side by side.
   dflash evaluate --draft runs/a runs/b --prompts held_out.jsonl --json figures.json
   dflash evaluate --draft runs/a --prompts code.jsonl decoding=sampling decoding.block_size=8
 
+The draft step is compiled first, however few the prompts: times per token must not depend on that (--eager: not).
 The exit status is 1 when output is not the target's own (in bfloat16 and float16: by more than rounding)."""
     parser = add("evaluate", "measure drafters on prompts", text)
     parser.add_argument(
@@ -116,7 +117,7 @@ accepted are shown in green.
   dflash generate --draft runs/a --chat                           /reset forgets, /exit (or Ctrl-D) ends,
                                                                   Ctrl-C ends an answer
 
-The draft step is compiled when the answer asked for is long enough to pay that back."""
+The draft step is compiled when the answers asked for are long enough to pay that back."""
     parser = add("generate", "answer prompts, or chat", text)
     parser.add_argument("--draft", required=True, metavar="PATH", help=DRAFT_HELP)
     add_target_arguments(parser)

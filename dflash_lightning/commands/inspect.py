@@ -21,6 +21,7 @@ from dflash_lightning.data.read.process import TrainingRows
 from dflash_lightning.data.read.sources import Source
 from dflash_lightning.recipe.make import make, make_target
 from dflash_lightning.target import TargetText, load_text
+from dflash_lightning.target.mask_token import check_mask_of_text, check_mask_unused
 
 _PIPE_WIDTH = 120  # columns where the output is no terminal
 _LOADED_BY = "dflash_lightning.target.load_target"
@@ -43,6 +44,8 @@ def inspect(args: argparse.Namespace, tree: dict[str, Any]) -> int:
     rows.processing.check_target(text)
     maker = rows.processing.maker(text)
     blocks = BlockAccount(make(tree["block"]))
+    if blocks.block.mask_token_id is not None:
+        check_mask_of_text(blocks.block.mask_token_id, text)
     prompts = {name: load_prompts(name) for name in evaluation_files(args, tree)}
     overlaps = [PromptOverlap(name, asked, maker.renderer) for name, asked in prompts.items()]
     server = None if args.against is None else ServerIds(args.against, _only_file(rows.sources))
@@ -61,7 +64,7 @@ def inspect(args: argparse.Namespace, tree: dict[str, Any]) -> int:
                 server.skip(outcome.line)
     sys.stdout.flush()
     rows.add_provenance(maker.summary, None)
-    refusals = _refusals(rows, maker.summary)
+    refusals = _refusals(rows, maker.summary, blocks)
     lines = maker.summary.lines()
     if maker.summary.kept:
         lines += [*blocks.lines(), *(line for overlap in overlaps for line in overlap.lines())]
@@ -76,7 +79,7 @@ def _outcomes(maker: DocumentMaker, sources: Sequence[Source], *, progress: bool
         yield from maker.outcomes(source, progress=progress)
 
 
-def _refusals(rows: TrainingRows, summary: DataSummary) -> list[str]:
+def _refusals(rows: TrainingRows, summary: DataSummary, blocks: BlockAccount) -> list[str]:
     """Why training would not begin with these rows."""
     if not summary.kept:
         return ["no row can be used" if summary.read else f"{', '.join(summary.sources)} holds no rows"]
@@ -84,12 +87,19 @@ def _refusals(rows: TrainingRows, summary: DataSummary) -> list[str]:
     for check in (
         rows.processing.check_used,
         partial(DataSummary.check_bad, max_bad_rows=rows.max_bad_rows, rejected=None),
+        lambda _: _check_masks(blocks),
     ):
         try:
             check(summary)
         except ValueError as error:
             found.append(str(error))
     return found
+
+
+def _check_masks(blocks: BlockAccount) -> None:
+    mask = blocks.block.mask_token_id
+    if mask is not None and blocks.masks:
+        check_mask_unused(mask, {mask: blocks.masks})
 
 
 def _only_file(sources: Sequence[Source]) -> str:

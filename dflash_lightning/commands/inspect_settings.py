@@ -11,9 +11,9 @@ from omegaconf import DictConfig, OmegaConf
 from dflash_lightning.files import RECIPE_FILE, find_file
 from dflash_lightning.recipe.arguments import source_defaults
 from dflash_lightning.recipe.check import early_faults
-from dflash_lightning.recipe.faults import RecipeError, hint_for
+from dflash_lightning.recipe.faults import RecipeError
 from dflash_lightning.recipe.folders import recipe_names
-from dflash_lightning.recipe.load import load_with_faults
+from dflash_lightning.recipe.load import load_with_faults, recipe_hint
 
 READ_BY = "dflash_lightning.data.DraftData"
 
@@ -34,7 +34,7 @@ def read_settings(args: argparse.Namespace) -> dict[str, Any]:
     """
     recipe = is_recipe(args.data)
     if not recipe and args.data.isidentifier() and not Path(args.data).exists():  # the form of a recipe's name
-        do = f"Give a data file, or a recipe. {hint_for(args.data, recipe_names())}"
+        do = f"Give a data file, or a recipe. {recipe_hint(args.data)}"
         raise ValueError(f"{args.data}: there is no such file, and no recipe of that name is shipped. {do}.")
     if not recipe and args.target is None:
         raise ValueError(f"--target: {args.data} is a data file, which belongs to no target. Give --target.")

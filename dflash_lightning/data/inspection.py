@@ -57,10 +57,13 @@ class BlockAccount:
         self.block = block
         self._drafts = Alignment(block.block_size, mask_token_id=0, label_layout=block.label_layout).num_drafts
         self._places = self._whole = self._blocks = self._without = 0
+        self.masks = 0  # tokens of the documents that are the mask id which the block names
 
     def add(self, document: MaskedIds, copies: int = 1) -> list[int]:
         """Count a document; returns the positions at which its blocks can start."""
         mask = torch.from_numpy(document.mask)
+        if self.block.mask_token_id is not None:
+            self.masks += int((document.ids == self.block.mask_token_id).sum())
         anchors = self.block.eligible_anchors(mask).tolist()
         ends = {p: end for start, end in supervised_spans(document.mask) for p in range(start, end)}
         self._places += copies * len(anchors)

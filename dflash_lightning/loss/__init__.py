@@ -1,8 +1,10 @@
 """Loss axis: sums over slots, divided only after every rank has been counted."""
 
-from dflash_lightning.loss.base import LossTerm, SlotwiseLoss
+from dflash_lightning.loss.base import LossShare, LossTerm, SlotwiseLoss, total_loss
 from dflash_lightning.loss.clipped import ClippedReverseKL
 from dflash_lightning.loss.confidence import ConfidenceLoss
+from dflash_lightning.loss.cross_entropy import CrossEntropy
+from dflash_lightning.loss.divergence import Divergence, TotalVariation
 from dflash_lightning.loss.expected_length import BlockVerificationLoss, DPace
 from dflash_lightning.loss.fading import FadingCrossEntropy
 from dflash_lightning.loss.lattice import LatticeLoss
@@ -13,7 +15,7 @@ from dflash_lightning.loss.reach import ReachLoss
 from dflash_lightning.loss.refined import RefinedLoss
 from dflash_lightning.loss.selector import CandidateCrossEntropy
 from dflash_lightning.loss.stepped import SteppedCrossEntropy
-from dflash_lightning.loss.weighted import CrossEntropy, Divergence, TotalVariation, WeightedLoss
+from dflash_lightning.loss.weighted import WeightedLoss
 
 __all__ = [
     "BlockVerificationLoss",
@@ -26,6 +28,7 @@ __all__ = [
     "FadingCrossEntropy",
     "LatticeLoss",
     "LengthLoss",
+    "LossShare",
     "LossTerm",
     "OnPolicyLoss",
     "ProductLoss",
@@ -35,4 +38,5 @@ __all__ = [
     "SteppedCrossEntropy",
     "TotalVariation",
     "WeightedLoss",
+    "total_loss",
 ]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
 import torch
@@ -21,6 +22,20 @@ from dflash_lightning.types import BlockLayout, FeatureSpec, SlotTotals, StepCon
 
 Labels = Literal["data", "target", "samples"]
 Normalize = Literal["weights", "slots", "blocks", "documents", "document_mean"]
+
+
+@dataclass(frozen=True)
+class LossShare:
+    """What a term comes to in one micro-batch, as a share of its accumulation window over all ranks."""
+
+    coef: float
+    value: Float[Tensor, ""]
+    figures: Mapping[str, Float[Tensor, ""]]  # further ones for the log, without gradient
+
+
+def total_loss(shares: Mapping[str, LossShare]) -> Float[Tensor, ""]:
+    """What is trained on: the weighted sum of the terms."""
+    return torch.stack([share.coef * share.value for share in shares.values()]).sum()
 
 
 class LossTerm(Component, ABC, axis=True):
@@ -100,6 +115,27 @@ class LossTerm(Component, ABC, axis=True):
         if not self.tallies:
             return self.denominator(totals)
         return sum_over_ranks(self.tally(out, layout).detach().clone()[None])[0]
+
+    def figures(self, out: HeadOutput, layout: BlockLayout, teacher: Teacher | None) -> dict[str, Float[Tensor, ""]]:
+        """Further sums of this micro-batch for the log, under the same names each time; divided like the term."""
+        return {}
+
+    def in_window(
+        self,
+        out: HeadOutput,
+        layout: BlockLayout,
+        teacher: Teacher | None,
+        ctx: StepContext,
+        totals: SlotTotals,
+        sum_over_ranks: Callable[[Float[Tensor, " Q"]], Float[Tensor, " Q"]],
+    ) -> LossShare:
+        """The term in this micro-batch of a window with ``totals``. Every rank calls this."""
+        divisor = self.divisor(totals, out, layout, sum_over_ranks)
+        divisor = torch.where(divisor > 0, divisor, 1.0)
+        value = self.numerator(out, layout, teacher, ctx) / divisor
+        with torch.no_grad():
+            figures = {name: found / divisor for name, found in self.figures(out, layout, teacher).items()}
+        return LossShare(self.coef(ctx), value, figures)
 
     def view_of(self, out: HeadOutput) -> View:
         """The view that the term scores.

@@ -11,10 +11,13 @@ from torch import Tensor
 from dflash_lightning.errors import SettingError
 from dflash_lightning.loss.base import Labels, LossTerm, check_temperature, taught, unbroken
 from dflash_lightning.loss.weighted import WeightedLoss
+from dflash_lightning.loss.weights import WeightKind
 from dflash_lightning.ops.lm_head import HeadOutput, LabelLogProb, Overlap, Teacher, TeacherLogProb
 from dflash_lightning.types import BlockLayout, FeatureSpec, SlotTotals, StepContext
 
+Part = Literal["both", "reach", "continuation"]
 _FLOOR = -80.0  # of a logarithm; exp(-80) is a normal number in float32
+_PARTS: dict[Part, WeightKind] = {"both": "label", "reach": "label_reach", "continuation": "label_continuation"}
 _NEARLY_0 = 1e-3  # below it a power mean is its limit at 0: in float32 the formula would show rounding only
 
 
@@ -24,7 +27,9 @@ class DPace(WeightedLoss):
     ``s_k = (1 - alpha) q_k(label) + alpha`` (1 where a slot is not valid) is the smoothed chance that draft ``k`` is
     right, ``P_k`` the product of ``s`` up to ``k``, and ``w_k`` the sum of ``P_j`` over the valid slots ``j >= k``:
     the derivative of the expected length with respect to ``log s_k``. The loss is ``sum w_k * -log q_k(label)``, with
-    ``w`` detached (arXiv 2605.18810). ``alpha`` 1 gives weights Kp, Kp - 1, ..., 1 whatever the drafter says.
+    ``w`` detached (arXiv 2605.18810). Its two factors are ``P_k``, how likely the slot is reached, and ``w_k / P_k``,
+    what it opens; ``part`` weighs by one of them alone (the paper's ablations). ``alpha`` 1 gives weights Kp, Kp - 1,
+    ..., 1 whatever the drafter says.
 
     Published code divides by different counts, which differ by three orders of magnitude. ``documents`` is the authors'
     (also SpecForge's at first; its later documents name ``document_mean``): with it gradients are large, and clipping
@@ -38,11 +43,15 @@ class DPace(WeightedLoss):
         self,
         *,
         alpha: float | int = 0.5,  # 0 counts a token as accepted with its probability, 1 always
+        part: Part = "both",  # factors of the weight; one alone is an ablation
         normalize: Literal["documents", "slots", "blocks", "document_mean"] = "slots",  # what the sum is divided by
         coefficient: float | int = 1.0,  # weight of the term in the sum
         view: str = "main",  # which of the head's distributions is scored
     ) -> None:
-        super().__init__(weight="label", alpha=alpha, normalize=normalize, coefficient=coefficient, view=view)
+        if part not in _PARTS:
+            raise SettingError("loss.part", f"{part!r} is unknown", f"Use one of {list(_PARTS)}")
+        self.part = part
+        super().__init__(weight=_PARTS[part], alpha=alpha, normalize=normalize, coefficient=coefficient, view=view)
 
 
 class BlockVerificationLoss(LossTerm):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar, Literal
 
 from dflash_lightning.errors import SettingError
-from dflash_lightning.loss.weighted import CrossEntropy
+from dflash_lightning.loss.cross_entropy import CrossEntropy
 from dflash_lightning.schedule import fade
 from dflash_lightning.types import StepContext
 

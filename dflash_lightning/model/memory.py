@@ -35,6 +35,7 @@ ADVICE = {
     "callbacks=[.., activation_checkpointing], which makes them a second time",
     "features": "fewer tokens per micro-batch (data.row_tokens, data.rows_per_batch, with "
     "trainer.accumulate_grad_batches to match), or conditioning.num_features",
+    "next batch": "data.prefetch_features=false, which makes the features of a batch when it is its turn",
     "logits": "draft_vocabulary=data, which leaves out tokens that the training rows do not have",
 }
 
@@ -88,11 +89,14 @@ def step_memory(
     blocks: int,
     autocast: torch.dtype | None = None,
     checkpointed: bool = False,
+    ahead: bool = False,
 ) -> StepMemory:
     """Of a micro-batch with ``tokens`` positions and ``blocks`` blocks, over all its rows.
 
     ``autocast`` is what products are computed in where that is not float32. On a CPU less is kept of what is float32
-    (``ops.fused``). ``checkpointed`` layers keep their inputs, and the rest of one layer at a time.
+    (``ops.fused``). ``checkpointed`` layers keep their inputs, and the rest of one layer at a time. ``ahead``
+    says that the target reads the next micro-batch during the step: the memory of that pass is not free for the step's
+    activations then, and besides its features those of the batch before may not be given back yet (``data.ahead``).
     """
     fused = can_fuse(next(draft.parameters()))
     config, weights = draft.config, sum(p.numel() for p in draft.parameters())
@@ -108,15 +112,30 @@ def step_memory(
     kept += slots * (config.hidden_size + 2 * config.head_dim) * _WIDE
     kept += tokens * config.hidden_size * (2 * narrow if fused else narrow + 2 * _WIDE)  # the joined features' norm
     kept += 0 if autocast is None else (weights + tokens * width) * narrow  # copies of weights and features
+    features = tokens * (width + keys) * target.dtype.itemsize
     parts = {
         "target": sum(p.numel() * p.element_size() for p in target.model.parameters()),
         "drafter": _WIDE * weights,
         "gradients and optimizer": 3 * _WIDE * trained,  # AdamW has two moments
         "activations": kept,
-        "features": tokens * (width + keys) * target.dtype.itemsize,
+        "features": features,
+        **({"next batch": 2 * features + _pass_bytes(target, tokens)} if ahead else {}),
         "logits": _logit_bytes(draft, target, spec, blocks * config.alignment.num_drafts, autocast),
     }
     return StepMemory(parts)
+
+
+def _pass_bytes(target: FrozenTarget, tokens: int) -> int:
+    """What the target's pass holds at the most besides its results: one layer, without gradients.
+
+    In the MLP that is the layer's input, what comes out of attention and its norm, and three of the inner numbers: one
+    factor, the other, their product. Experts, of which a token runs few, hold less. Attention with wide heads holds
+    more: queries with their halves turned, and what comes out.
+    """
+    facts = target.facts
+    queries, keys = facts.num_heads * facts.head_dim, facts.num_kv_heads * facts.head_dim
+    mlp, attention = 3 * facts.hidden_size + 3 * facts.intermediate_size, 2 * facts.hidden_size + 4 * queries + 2 * keys
+    return tokens * max(mlp, attention) * target.dtype.itemsize
 
 
 def _slot_bytes(geometry: LayerGeometry, narrow: int, fused: bool) -> int:

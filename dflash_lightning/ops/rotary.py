@@ -6,6 +6,7 @@ bf16 could round, that a meta-device load could leave empty, or that could exist
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -39,7 +40,7 @@ def check_rope(rope_parameters: Mapping[str, Any], *, where: str) -> float:
             "Leave rope_parameters null to rotate the whole head with the target's rope_theta."
         )
     theta = rope_parameters.get("rope_theta")
-    if not isinstance(theta, int | float) or isinstance(theta, bool) or theta <= 0:
+    if not isinstance(theta, int | float) or isinstance(theta, bool) or not 0 < theta < math.inf:
         raise ValueError(f"{where}: rope_theta is {theta!r}, but must be a positive number, for example 10000.0.")
     return float(theta)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from dflash_lightning.loss import total_loss
 from dflash_lightning.model.memory import StepMemory, step_memory
 from dflash_lightning.module import DraftModule
 from dflash_lightning.profiling.build import Place, build_batch, build_module, build_target
@@ -52,7 +53,7 @@ class Step:
             out, features = module.outputs(batch)
             times.switch("head")
             shares = module.loss_shares(batch, out, features, StepContext(0, 1, 0), batch.window_totals)
-            loss = torch.stack([coef * share for coef, share in shares.values()]).sum()
+            loss = total_loss(shares)
         del out, features
         batch.features = None
         loss.backward()

@@ -23,8 +23,10 @@ from dflash_lightning.recipe.faults import Fault, hint_for
 from dflash_lightning.recipe.files import file_faults
 from dflash_lightning.recipe.hints import hints_of
 from dflash_lightning.recipe.nodes import NodeChecker, class_of, faults_of
+from dflash_lightning.recipe.prefetch import prefetch_faults
 from dflash_lightning.recipe.ranges import range_faults
 from dflash_lightning.recipe.renamed import renamed_faults
+from dflash_lightning.recipe.synonyms import with_meant
 from dflash_lightning.recipe.trainer import trainer_faults
 from dflash_lightning.recipe.tree import mapping_at, plain_tree
 
@@ -70,7 +72,7 @@ def find_faults(tree: dict[str, Any], open_values: list[Fault], read: Reader) ->
     faults = [fault for fault in faults if fault.where not in {new.where for new in renamed}] + renamed
     known = {fault.where for fault in faults}
     faults += [fault for fault in range_faults(tree) if fault.where not in known]  # the classes' own words go first
-    return list(dict.fromkeys(faults))
+    return list(dict.fromkeys(map(with_meant, faults)))
 
 
 def _check_tree(tree: dict[str, Any], read: Reader) -> Iterator[Fault]:
@@ -104,6 +106,7 @@ def _check_tree(tree: dict[str, Any], read: Reader) -> Iterator[Fault]:
     yield from _check_logger(tree.get("logger"))
     yield from trainer_faults(tree.get("trainer"))
     yield from _check_data(mapping_at(tree, "data"))
+    yield from prefetch_faults(tree)
     yield from file_faults(tree)
 
 

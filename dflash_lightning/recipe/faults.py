@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dflash_lightning.errors import SettingError, close_match, ended, hint_for
+from dflash_lightning.errors import SettingError, close_match, ended, hint_for, nearest
 
-__all__ = ["Fault", "RecipeError", "close_match", "fault_of", "hint_for"]
+__all__ = ["Fault", "RecipeError", "close_match", "fault_of", "hint_for", "nearest"]
 
 # Settings without a group, and whole groups, that a message may name.
 _TOP_LEVEL = ("init_from", "draft_vocabulary", "seed", "loss", "block", "conditioning", "drafter", "head")

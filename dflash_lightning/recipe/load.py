@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from dflash_lightning.files import RECIPE_FILE, STATE_FILE
 from dflash_lightning.recipe.compose import CannotCompose, compose_file
 from dflash_lightning.recipe.evaluation import has_evaluation, is_measured
-from dflash_lightning.recipe.faults import Fault, RecipeError, hint_for
+from dflash_lightning.recipe.faults import Fault, RecipeError, nearest
 from dflash_lightning.recipe.folders import recipe_name, recipe_names, recipes_folder
 from dflash_lightning.recipe.overrides import TARGET, Overrides
 from dflash_lightning.recipe.renamed import with_new_names
@@ -133,10 +133,15 @@ def find_recipe(name_or_path: str) -> Path:
         if path.is_file():
             return path
         what = "has no recipe.yaml" if path.is_dir() else "no such file"
-        do = f"Give a YAML file, or a shipped recipe. {hint_for(name_or_path, recipe_names())}"
+        do = f"Give a YAML file, or a shipped recipe. {recipe_hint(name_or_path)}"
         raise RecipeError([Fault(name_or_path, what, do)], "RECIPE")
-    do = f"{hint_for(name_or_path, recipe_names())}; a file or run folder of your own is written NAME.yaml or ./NAME"
+    do = f"{recipe_hint(name_or_path)}; a file or run folder of your own is written NAME.yaml or ./NAME"
     raise RecipeError([Fault(name_or_path, "no recipe of that name is shipped", do)], "RECIPE")
+
+
+def recipe_hint(name: str) -> str:
+    """Which shipped recipes a name is near to, and how to see all of them: there are too many for a message."""
+    return f"{nearest(name, recipe_names())}`dflash recipes` lists all"
 
 
 def recipe_text(cfg: DictConfig) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from typing import TypeAlias
 
@@ -11,10 +11,12 @@ from transformers import PreTrainedTokenizerBase
 from dflash_lightning.errors import SettingError
 from dflash_lightning.target.families import setting
 from dflash_lightning.target.frozen import FrozenTarget
+from dflash_lightning.target.text import TargetText
 from dflash_lightning.types import TargetFacts
 
 # Ids that occur in the training data; as a mapping, with how often.
 UsedIds: TypeAlias = Mapping[int, int] | AbstractSet[int]
+_ADVICE = "Leave it null to have an unused row chosen"
 
 
 def choose_mask_token_id(target: FrozenTarget, used_ids: UsedIds = frozenset()) -> int:
@@ -55,25 +57,49 @@ def check_mask_token_id(mask_token_id: int, target: FrozenTarget, used_ids: Used
     Raises:
         ValueError: outside the embedding, pad, eos, bos or unk, or an id of the training data (with how often).
     """
-    facts = target.facts
-    where = f"block.mask_token_id: {mask_token_id}"
-    advice = "Leave it null to have an unused row chosen."
-    check_mask_row(mask_token_id, facts)
-    if (role := reserved_ids(target).get(mask_token_id)) is not None:
-        raise ValueError(f"{where} is the {role} token of {facts.name}, which occurs in ordinary text. {advice}")
+    check_mask_row(mask_token_id, target.facts)
+    _check_role(mask_token_id, reserved_ids(target), target.facts.name)
+    check_mask_unused(mask_token_id, used_ids)
+
+
+def check_mask_of_text(mask_token_id: int, text: TargetText) -> None:
+    """As ``check_mask_token_id``, as far as a target's tokenizer and sizes tell.
+
+    Raises:
+        ValueError: outside the embedding, or pad, eos, bos or unk.
+    """
+    check_mask_row(mask_token_id, text)
+    tokenizer = text.tokenizer
+    bos, pad = (None, None) if tokenizer is None else (tokenizer.bos_token_id, tokenizer.pad_token_id)
+    _check_role(mask_token_id, _roles(tokenizer, bos, text.stop_ids, pad), text.name)
+
+
+def check_mask_unused(mask_token_id: int, used_ids: UsedIds) -> None:
+    """Refuse a mask id that the training data hold (``used_ids``).
+
+    Raises:
+        ValueError: says how often it occurs, where that is known.
+    """
     if mask_token_id in used_ids:
         count = used_ids[mask_token_id] if isinstance(used_ids, Mapping) else 0
         often = f" {count} {'time' if count == 1 else 'times'}" if count else ""
-        raise ValueError(f"{where} occurs{often} as a token in the training data. {advice}")
+        what = f"{mask_token_id} occurs{often} as a token in the training data"
+        raise SettingError("block.mask_token_id", what, do=_ADVICE)
 
 
-def check_mask_row(mask_token_id: int, facts: TargetFacts) -> None:
+def _check_role(mask_token_id: int, roles: Mapping[int, str], name: str) -> None:
+    if (role := roles.get(mask_token_id)) is not None:
+        what = f"{mask_token_id} is the {role} token of {name}, which occurs in ordinary text"
+        raise SettingError("block.mask_token_id", what, do=_ADVICE)
+
+
+def check_mask_row(mask_token_id: int, facts: TargetFacts | TargetText) -> None:
     """Refuse a mask id without a row; the target's sizes alone tell."""
     if not 0 <= mask_token_id < facts.vocab_size:
         raise SettingError(
             "block.mask_token_id",
             f"{mask_token_id} is outside the embedding of {facts.name} (rows 0..{facts.vocab_size - 1})",
-            do="Leave it null to have an unused row chosen",
+            do=_ADVICE,
         )
 
 
@@ -92,15 +118,21 @@ def declared_ids(target: FrozenTarget) -> set[int]:
 
 def reserved_ids(target: FrozenTarget) -> dict[int, str]:
     """Ids that have a purpose of their own, with its name."""
-    facts, tokenizer = target.facts, target.tokenizer
+    facts = target.facts
+    return _roles(target.tokenizer, facts.bos_token_id, facts.eos_token_ids, facts.pad_token_id)
+
+
+def _roles(
+    tokenizer: PreTrainedTokenizerBase | None, bos: int | None, eos: Iterable[int], pad: int | None
+) -> dict[int, str]:
     roles: dict[int, str] = {}
     if tokenizer is not None and tokenizer.unk_token_id is not None:
         roles[tokenizer.unk_token_id] = "unk"
-    if facts.bos_token_id is not None:
-        roles[facts.bos_token_id] = "bos"
-    roles.update({eos: "eos" for eos in facts.eos_token_ids})
-    if facts.pad_token_id is not None:
-        roles[facts.pad_token_id] = "pad"
+    if bos is not None:
+        roles[bos] = "bos"
+    roles.update({token_id: "eos" for token_id in eos})
+    if pad is not None:
+        roles[pad] = "pad"
     return roles
 
 

@@ -57,9 +57,10 @@ def check_loss(term: LossTerm, head: DraftHead | None = None) -> None:
     module = toy_module(loss={"own": term}, head=speaking if head is None else head)
     batch = toy_batch(module)
     out, features = module.outputs(batch)
-    ((_, share),) = module.loss_shares(batch, out, features, _STEP, count_slots(batch.layout)).values()
-    assert share.shape == () and bool(torch.isfinite(share)), f"numerator / denominator is {share}, no finite number"
-    share.backward()
+    (share,) = module.loss_shares(batch, out, features, _STEP, count_slots(batch.layout)).values()
+    value = share.value
+    assert value.shape == () and bool(torch.isfinite(value)), f"numerator / denominator is {value}, no finite number"
+    value.backward()
     gradients = [p.grad for p in module.draft_model.parameters() if p.grad is not None]
     assert any(bool(gradient.any()) for gradient in gradients), "the term has no gradient: nothing would be trained"
     assert bool(term.denominator(count_slots(batch.layout)) > 0), "the denominator is not positive"
@@ -83,7 +84,7 @@ def _check_invalid_slots(module: DraftModule, batch: TrainBatch) -> None:
     for states in (hidden, torch.where(sound, hidden, noise)):
         out = model.outputs(states, layout, lm)
         shares = module.loss_shares(replace(batch, layout=layout), out, features, _STEP, count_slots(layout))
-        found.append(float(shares["own"][1]))
+        found.append(float(shares["own"].value))
     same = abs(found[0] - found[1]) <= 1e-5 * max(1.0, abs(found[0]))
     assert same, f"slots that are not valid change the term: {found[0]:.6g} becomes {found[1]:.6g}"
 

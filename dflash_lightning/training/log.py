@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from dflash_lightning.device import peak_bytes
+from dflash_lightning.loss import LossShare
 from dflash_lightning.ops.clock import DeviceSeconds
 from dflash_lightning.ops.lm_head import Argmax, View
 from dflash_lightning.types import BlockLayout
@@ -42,7 +43,8 @@ class WindowMeans:
 class Throughput:
     """Tokens and blocks per second of training between two written steps; evaluations are left out of the time.
 
-    ``reading`` is the clock of the target's passes, which are a share of that time.
+    ``reading`` is the clock of the target's passes: on the device they take a share of that time, beside the steps
+    where they are made ahead.
     """
 
     def __init__(self, reading: DeviceSeconds) -> None:
@@ -87,6 +89,12 @@ class StepLog:
         """Add a micro-batch's share of a figure; of any shape, the same at every call."""
         value = value.detach()
         self._sums[name] = self._sums[name] + value if name in self._sums else value
+
+    def add_share(self, name: str, share: LossShare) -> None:
+        """Add what the loss term ``name`` comes to in a micro-batch, and its further figures."""
+        self.add(f"train/loss/{name}", share.value)
+        for figure, value in share.figures.items():
+            self.add(f"train/{figure}/{name}", value)
 
     @torch.no_grad()
     def count_correct(self, view: View, layout: BlockLayout) -> None:

@@ -110,7 +110,7 @@ def test_expert_and_drafter_are_each_trained_as_if_alone() -> None:
     for name, parts in (("local", {"head"}), ("base", {"conditioning", "drafter"})):
         model.zero_grad()
         out, features = module.outputs(batch)
-        module.loss_shares(batch, out, features, context, batch.window_totals)[name][1].backward()
+        module.loss_shares(batch, out, features, context, batch.window_totals)[name].value.backward()
         reached = {key for key, p in model.named_parameters() if p.grad is not None and bool((p.grad != 0).any())}
         assert reached == {key for key, _ in model.named_parameters() if key.partition(".")[0] in parts}
 

@@ -11,7 +11,7 @@ from dflash_lightning.block import Anchored
 from dflash_lightning.export.formats import FORMATS
 from dflash_lightning.head import MarginalHead, PrefixHead
 from dflash_lightning.head.memory import TokenMemory
-from dflash_lightning.loss import CrossEntropy, FadingCrossEntropy
+from dflash_lightning.loss import CrossEntropy, FadingCrossEntropy, total_loss
 from dflash_lightning.ops.lm_head import LabelLogProb
 from dflash_lightning.recipe import load_recipe
 from dflash_lightning.recipe.make import make
@@ -108,10 +108,10 @@ def test_while_lambda_is_one_the_correction_gets_exactly_no_gradient() -> None:
         module.draft_model.zero_grad()
         out, features = module.outputs(batch)
         shares = module.loss_shares(batch, out, features, StepContext(step, 10, 0), batch.window_totals)
-        torch.stack([coef * share for coef, share in shares.values()]).sum().backward()
+        total_loss(shares).backward()
         moved = [bool((p.grad != 0).any()) for p in head.parameters() if p.grad is not None]
         assert moved == [expected] * len(list(head.parameters()))
-    assert float(shares["base"][1].detach()) != float(shares["corrected"][1].detach())
+    assert float(shares["base"].value.detach()) != float(shares["corrected"].value.detach())
 
 
 def test_a_term_names_a_view_that_is_there() -> None:

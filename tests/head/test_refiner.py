@@ -16,7 +16,7 @@ from dflash_lightning.decoding.types import Round
 from dflash_lightning.draft_config import DraftConfig
 from dflash_lightning.export.formats import FORMATS
 from dflash_lightning.head import RefinerHead
-from dflash_lightning.loss import RefinedLoss
+from dflash_lightning.loss import RefinedLoss, total_loss
 from dflash_lightning.ops.lm_head import (
     Argmax,
     Detached,
@@ -227,8 +227,8 @@ def test_the_loss_trains_every_weight() -> None:
     module = toy_module(head=small(), loss={"refined": RefinedLoss()})
     batch = toy_batch(module)
     out, features = module.outputs(batch)
-    ((_, loss),) = module.loss_shares(batch, out, features, StepContext(0, 1, 0), batch.window_totals).values()
-    loss.backward()
+    shares = module.loss_shares(batch, out, features, StepContext(0, 1, 0), batch.window_totals)
+    total_loss(shares).backward()
     for name, weight in module.draft_model.named_parameters():
         assert bool((weight.grad != 0).any()), name
 

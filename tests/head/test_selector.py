@@ -16,7 +16,7 @@ from dflash_lightning.decoding.sampling import Sampler, SamplingSpec
 from dflash_lightning.decoding.types import Round
 from dflash_lightning.draft_config import DraftConfig
 from dflash_lightning.head import MarginalHead, SelectorHead
-from dflash_lightning.loss import CandidateCrossEntropy, CrossEntropy
+from dflash_lightning.loss import CandidateCrossEntropy, CrossEntropy, total_loss
 from dflash_lightning.ops.candidates import Candidates
 from dflash_lightning.ops.lm_head import Argmax, HeadOutput, LabelLogProb, LanguageHead
 from dflash_lightning.testing import check_head, check_loss, toy_batch, toy_module
@@ -165,7 +165,7 @@ def test_detached_it_leaves_the_drafter_to_the_base_loss_bit_for_bit() -> None:
             batch = toy_batch(module)
             out, features = module.outputs(batch)
             shares = module.loss_shares(batch, out, features, CTX, batch.window_totals)
-            sum(shares[name][0] * shares[name][1] for name in names).backward()  # type: ignore[union-attr]
+            total_loss({name: shares[name] for name in names}).backward()
             model = module.draft_model
             gradients[detach, names] = [p.grad.clone() for p in model.drafter.parameters() if p.grad is not None]
             if "choice" in names:

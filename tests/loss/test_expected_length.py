@@ -6,7 +6,7 @@ import itertools
 import math
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -16,8 +16,8 @@ from torch import Tensor
 from dflash_lightning.block import count_slots
 from dflash_lightning.loss import BlockVerificationLoss, DPace, LossTerm
 from dflash_lightning.loss.base import unbroken
-from dflash_lightning.loss.expected_length import power_mean
-from dflash_lightning.loss.weights import suffix
+from dflash_lightning.loss.expected_length import Part, power_mean
+from dflash_lightning.loss.weights import reach, suffix
 from dflash_lightning.types import SlotTotals, StepContext
 
 CTX = StepContext(0, 10, 0)
@@ -229,6 +229,20 @@ def test_weights_are_the_published_ones_and_a_mask_never_inflates_them(
     assert found.tolist() == pytest.approx(weights, abs=6e-4)
 
 
+def test_its_two_factors_alone(table: Any) -> None:
+    """MT 6.1: how likely a slot is reached, and what it opens; their product is the whole weight, with holes too."""
+    assert reach(0.5 * PROBS + 0.5, torch.ones(4).bool()).tolist() == pytest.approx((0.95, 0.855, 0.64125, 0.38475))
+    for valid in ([1, 1, 1, 1], [1, 0, 1, 1], [1, 1, 0, 0], [0, 0, 0, 0]):
+        made = paced(table, [valid])
+        found = {
+            part: DPace(part=part).weights(made.out, made.layout, None)[0, 0, 1:] * made.layout.valid[0, 0, 1:]
+            for part in get_args(Part)
+        }
+        assert torch.allclose(found["reach"] * found["continuation"], found["both"], atol=1e-9)
+        if all(valid):
+            assert found["continuation"].tolist() == pytest.approx((2.98, 2.2, 1.6, 1.0))
+
+
 def test_without_smoothing_the_weight_is_the_derivative_of_the_expected_length() -> None:
     logs = PROBS.log().requires_grad_()
     length = logs.exp().cumprod(0).sum()
@@ -260,12 +274,17 @@ def test_weights_carry_no_gradient_and_invalid_slots_none_at_all(table: Any) -> 
 
 
 def test_settings_make_equal_terms_and_bad_ones_are_refused() -> None:
-    for loss in (DPace(alpha=0.25, normalize="documents"), BlockVerificationLoss(temperature=0.7, anneal=0.5)):
+    for loss in (
+        DPace(alpha=0.25, part="reach"),
+        DPace(normalize="documents"),
+        BlockVerificationLoss(temperature=0.7, anneal=0.5),
+    ):
         again = LossTerm.from_settings(loss.name, loss.settings())
         assert type(again) is type(loss) and again.settings() == loss.settings()
     assert BlockVerificationLoss().labels == "samples" and DPace().labels == "data"
     for make, words in (
         (lambda: DPace(alpha=2), r"loss\.alpha: 2 is not a share"),
+        (lambda: DPace(part="rest"), r"loss\.part: 'rest' is unknown"),
         (lambda: DPace(normalize="weights"), r"loss\.normalize: the sum of weight 'label' is not known"),
         (lambda: BlockVerificationLoss(anneal=-1), r"loss\.anneal: -1 is not a share of the training"),
         (lambda: BlockVerificationLoss(temperature=0), r"loss\.temperature: 0 gives no law"),

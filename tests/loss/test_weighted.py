@@ -459,6 +459,8 @@ def test_old_terms_are_settings_of_the_family(made: Any) -> None:
     """The same number, bit for bit, and the same gradient."""
     pairs = [
         (CrossEntropy(decay=7), WeightedLoss(decay=7, normalize="weights")),
+        (CrossEntropy(prefix=True), WeightedLoss(prefix=True, normalize="weights")),
+        (CrossEntropy(labels="target"), WeightedLoss(labels="target", normalize="weights")),
         (DPace(alpha=0.25), WeightedLoss(weight="label", alpha=0.25)),
     ]
     for old, new in pairs:

@@ -43,6 +43,7 @@ for line in sys.stdin:
 """
 OURS = """
 import torch
+from dflash_lightning.loss import total_loss
 from dflash_lightning.profiling.build import Place, build_batch, build_module, build_target
 from dflash_lightning.profiling.shape import Shape
 from dflash_lightning.types import StepContext
@@ -54,7 +55,7 @@ def step():
     with autocast():
         found, features = module.outputs(batch)
         shares = module.loss_shares(batch, found, features, StepContext(0, 10, 0), batch.window_totals)
-    torch.stack([weight * share for weight, share in shares.values()]).sum().backward()
+    total_loss(shares).backward()
     optimizer.step(); optimizer.zero_grad(set_to_none=True)
 """
 INPUTS = """

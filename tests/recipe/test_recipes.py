@@ -288,6 +288,15 @@ def test_swapping_an_option_leaves_nothing_of_the_old_one(tmp_path: Path) -> Non
 def test_unknown_recipe_names_the_nearest() -> None:
     with pytest.raises(RecipeError, match=r"quikstart: no recipe of that name is shipped. Did you mean 'quickstart'\?"):
         load_recipe("quikstart")
+    with pytest.raises(
+        RecipeError, match=r"Did you mean 'dflash', 'dflash2' or '\w+'\? `dflash recipes` lists all; a f"
+    ):
+        load_recipe("dflsh")
+    with pytest.raises(
+        RecipeError, match=r"mine\.yaml: no such file. Give a YAML file, or a .* `dflash recipes` lists"
+    ) as e:
+        load_recipe("./mine.yaml")
+    assert len(str(e.value)) < 250  # and not a hundred names
 
 
 def test_missing_file_is_named() -> None:
@@ -346,7 +355,10 @@ def test_every_fault_is_reported_at_once(files: list[str]) -> None:
         ],
     )
     assert text.startswith("7 faults in recipe 'smoke'")
-    assert "optim.learning_rte: unknown key of dflash_lightning.module.OptimSettings. Allowed: betas" in text
+    slip = (
+        "optim.learning_rte: unknown key of dflash_lightning.module.OptimSettings. Did you mean 'optim.lr'? Allowed: "
+    )
+    assert f"{slip}betas" in text
     assert "optim.lr: 'abc' (str) does not fit; allowed: number. Write a number, e.g. 6e-4." in text
     assert "trainer.max_time: 216000 (int) does not fit" in text and '"DD:HH:MM:SS"' in text
     assert "block._target_: 'dflash_lightning.block.Anchord' does not import" in text and "but 'Anchored'" in text

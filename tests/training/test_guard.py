@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,8 +38,8 @@ def spoil_loss(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     def spoiled(self: Any, *arguments: Any) -> Any:
         made = shares(self, *arguments)
         if self._trainer is not None and self.trainer.training and self.global_step + 1 == step:
-            coef, share = made["cross_entropy"]
-            made["cross_entropy"] = (coef, share + float("nan"))
+            share = made["cross_entropy"]
+            made["cross_entropy"] = replace(share, value=share.value + float("nan"))
         return made
 
     monkeypatch.setattr(DraftModule, "loss_shares", spoiled)

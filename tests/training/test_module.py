@@ -18,7 +18,7 @@ from dflash_lightning.block import Anchored
 from dflash_lightning.conditioning import KVInjection
 from dflash_lightning.data.features import make as features_file
 from dflash_lightning.drafter import BlockTransformer
-from dflash_lightning.loss import CrossEntropy, Divergence
+from dflash_lightning.loss import CrossEntropy, Divergence, WeightedLoss
 from dflash_lightning.model import save_draft
 from dflash_lightning.module import OptimSettings
 from dflash_lightning.schedule import decay_weights
@@ -162,6 +162,18 @@ def test_a_term_with_coefficient_0_is_evaluated_and_changes_nothing(
         results.append((weights_of(module), set(trainer.callback_metrics)))
     assert "train/loss/flat" in results[1][1] and "train/loss/flat" not in results[0][1]
     assert all(torch.equal(value, results[1][0][name]) for name, value in results[0][0].items())
+
+
+def test_what_weights_that_follow_the_drafter_leave_is_logged(parts, write_rows, tiny_target, tmp_path):
+    """A new drafter fails at the first or second slot, so little of a block is trained, and the log says how little."""
+    make_module, make_data, make_trainer = parts
+    terms = {"plain": CrossEntropy(decay=4.0), "cut": WeightedLoss(weight="auf")}
+    module, trainer = make_module(tiny_target, loss=terms), make_trainer(tmp_path, max_steps=2)
+    trainer.fit(module, datamodule=make_data(tiny_target, write_rows(LENGTHS)))
+    found = {name: float(value) for name, value in trainer.callback_metrics.items() if "/weight/" in name}
+    assert list(found) == ["train/weight/cut"]
+    least = 1 / module.draft_model.alignment.num_drafts  # every block keeps a slot
+    assert least <= found["train/weight/cut"] < 1
 
 
 def test_accuracy_by_slot_is_logged_for_predicting_slots(parts, write_rows, tiny_target, tmp_path):
@@ -348,7 +360,7 @@ def test_a_term_on_the_whole_law_equals_the_intact_model_s_own_logits(parts, wri
         want += weight * (p.exp() * (p - log_q[b, n, k])).sum().item()
         weights += weight
     assert weights > 10 and len(starts) > 3
-    assert float(shares["divergence"][1]) == pytest.approx(want / weights, rel=1e-4)
+    assert float(shares["divergence"].value) == pytest.approx(want / weights, rel=1e-4)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -8,6 +8,7 @@ import torch
 from dflash_lightning.block import Anchored, Masked, count_batch, lay_out_at
 from dflash_lightning.conditioning import Carryover, KVInjection
 from dflash_lightning.head import MarkovHead
+from dflash_lightning.loss import total_loss
 from dflash_lightning.training import rounds
 from dflash_lightning.training.rounds import play_round
 from dflash_lightning.types import StepContext
@@ -161,7 +162,7 @@ def test_a_batch_of_which_no_document_plays_is_as_it_was(make_batch, monkeypatch
     assert after.carried.positions.shape == (1, 0) and torch.equal(after.carried.start, after.carried.end)
     out, _ = module.outputs(after)
     shares = module.loss_shares(after, out, after.features, StepContext(0, 10, 0), after.window_totals)
-    sum(share for _, share in shares.values()).backward()
+    total_loss(shares).backward()
     assert module.draft_model.conditioning.rejected.grad is not None, "several ranks want a gradient of every weight"
 
 
@@ -212,7 +213,7 @@ def test_every_weight_has_a_gradient_after_a_round_in_half_precision_too(make_ba
         after = play(module, batch)
         out, _ = module.outputs(after)
         shares = module.loss_shares(after, out, after.features, StepContext(0, 10, 0), after.window_totals)
-    sum(share for _, share in shares.values()).backward()
+    total_loss(shares).backward()
     idle = [n for n, p in module.draft_model.named_parameters() if p.grad is None or not p.grad.any()]
     assert idle == [] and "conditioning.rejected" in dict(module.draft_model.named_parameters())
 

@@ -17,7 +17,7 @@ from dflash_lightning.block import Anchored
 from dflash_lightning.conditioning import Carryover, SeededTargetKV, TokenFusion
 from dflash_lightning.drafter import CausalTransformer, FeedbackTransformer, HybridDrafter
 from dflash_lightning.head import LatticeHead, MarkovHead, RefinerHead, SelectorHead
-from dflash_lightning.loss import CandidateCrossEntropy, CrossEntropy, LatticeLoss, RefinedLoss
+from dflash_lightning.loss import CandidateCrossEntropy, CrossEntropy, LatticeLoss, RefinedLoss, total_loss
 from dflash_lightning.model import DraftModel
 from dflash_lightning.module import DraftModule
 from dflash_lightning.testing.toys import toy_batch, toy_module
@@ -45,7 +45,7 @@ def gradients(module: DraftModule) -> dict[str, torch.Tensor]:
         batch = play_round(module.draft_model, module.target, batch, module.required(), module._lm)
     out, features = module.outputs(batch)
     shares = module.loss_shares(batch, out, features, StepContext(0, 10, 0), batch.window_totals)
-    torch.stack([coef * share for coef, share in shares.values()]).sum().backward()
+    total_loss(shares).backward()
     return {name: whole(p.grad) for name, p in module.draft_model.named_parameters() if p.grad is not None}
 
 
