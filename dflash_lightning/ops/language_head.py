@@ -87,7 +87,7 @@ class LanguageHead:
         """The products of training steps in ``dtype``, whose weights are laid out once and kept."""
         if dtype not in self._products or self._products[dtype][0] != self._version:
             # Where both copies are laid out, nobody reads the plain one afterwards.
-            twice = packed_copies(self.weight.device, self.weight.numel() * dtype.itemsize) == 2
+            twice = packed_copies(self.weight.device, *self.weight.shape, dtype.itemsize) == 2
             weight = self.weight.detach().to(dtype) if twice else self.cast(dtype)[0]
             self._products[dtype] = (self._version, HeadProducts(weight))
         return self._products[dtype][1]
