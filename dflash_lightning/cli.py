@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import io
 import os
 import sys
 import traceback
@@ -21,7 +22,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Ctrl-C is 130. A reader that went away is 141, as the shell has it: the work was cut off, except for lists.
     """
-    args = _parse(argv)
+    _print_everything()
+    args = _asked(argv)
     try:
         with quiet():
             status = _RUN[args.command](args)
@@ -30,12 +32,50 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _complain("interrupted", 130)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it ends
+        _stop_printing()
         return 0 if args.command in ("show", "recipes") else _complain("the reader of the output went away", 141)
+    except (RuntimeError, MemoryError) as error:
+        if (advice := _memory_advice(error)) is None:
+            raise
+        return _refuse(advice, args.debug)
     except (ValueError, OSError) as error:
-        if args.debug:
-            traceback.print_exc()
-        return _complain(_explain(error) + ("" if args.debug else "\n(--debug shows where it came from)"), 2)
+        return _refuse(_explain(error), args.debug)
+
+
+def _refuse(message: str, debug: bool) -> int:
+    if debug:
+        traceback.print_exc()
+    return _complain(message + ("" if debug else "\n(--debug shows where it came from)"), 2)
+
+
+def _asked(argv: Sequence[str] | None) -> argparse.Namespace:
+    """What was typed; help that nobody reads to its end is no error."""
+    try:
+        return _parse(argv)
+    except (SystemExit, BrokenPipeError):
+        try:
+            sys.stdout.flush()
+        except BrokenPipeError:
+            _stop_printing()
+        raise
+
+
+def _stop_printing() -> None:
+    """Let what is still to be printed go nowhere, or Python complains of the reader when it ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _memory_advice(error: BaseException) -> str | None:
+    from dflash_lightning.commands.memory_advice import memory_advice
+
+    return memory_advice(error)
+
+
+def _print_everything() -> None:
+    """What a terminal of another encoding than UTF-8 cannot show is printed as an escape, and stops no command."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

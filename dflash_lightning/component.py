@@ -47,14 +47,21 @@ class Component:
         """The component registered as ``name`` within this axis, made from ``settings``.
 
         Raises:
-            ValueError: the name is not registered; import the module that defines it first.
+            ValueError: the name is not registered (import the module that defines it first), or the settings are not
+                those of the component.
         """
         if name not in cls.registry:
             raise ValueError(
                 f"{cls.__name__} {name!r} is not registered. Known: {sorted(cls.registry)}. "
                 "A component of your own registers when its module is imported: import it before loading."
             )
-        return cls.registry[name](**settings)
+        try:
+            return cls.registry[name](**settings)
+        except TypeError as error:  # a setting that it does not take, one that is missing, or a value of another kind
+            raise ValueError(
+                f"{cls.__name__} {name!r} cannot be made of the settings {settings!r:.200} ({error}). "
+                "The file is damaged, or of another version of the component."
+            ) from error
 
 
 def _check_contract(cls: type[Component]) -> None:

@@ -7,7 +7,8 @@ too: the tests do that for one that does not exist.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -25,6 +26,7 @@ class Abilities:
     ``pins``: a copy from pinned host memory does not wait for the queue.
     ``events``: the queue can be marked, a mark be waited for, and the time between two be read.
     ``measures``: it counts the memory that its tensors take.
+    ``streams``: it has further queues, and what is put into one runs beside what is in the others.
     """
 
     queues: bool = True
@@ -33,11 +35,12 @@ class Abilities:
     pins: bool = False
     events: bool = False
     measures: bool = False
+    streams: bool = False
 
 
 _KNOWN = {
     "cpu": Abilities(queues=False, own_kernels=True),
-    "cuda": Abilities(flex=True, pins=True, events=True, measures=True),
+    "cuda": Abilities(flex=True, pins=True, events=True, measures=True, streams=True),
 }
 _OTHER = Abilities()  # the least that any accelerator can do
 
@@ -96,6 +99,45 @@ def mark(device: torch.device, *, timed: bool = False) -> Mark | None:
 def gpu_mark() -> Mark | None:
     """A timed mark in the queue of the GPU in use; null where there is none."""
     return mark(torch.device("cuda"), timed=True) if torch.cuda.is_initialized() else None
+
+
+class SideQueue:
+    """A second queue of a device that has ``streams``, beside the main one, to which the program's own work goes.
+
+        main   step 1 | step 2 | waits for B, step 3
+        side          | A, B   |
+
+    What the side begins finds done what the main queue held. What it makes is handed over: until then nothing may read
+    it in the main queue.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        assert abilities(device).streams, f"{device} has one queue only"
+        self._device = device
+        self._module = torch.get_device_module(device)
+        self._side = self._module.Stream(device)
+
+    @contextmanager
+    def behind_main(self) -> Iterator[None]:
+        """What is given in here goes to this queue, and begins when what the main one was given so far is done."""
+        self._side.wait_stream(self._module.current_stream(self._device))
+        with self._module.stream(self._side):
+            yield
+
+    def mark(self) -> Any:
+        """A mark behind what this queue was given so far, for ``hand_over``."""
+        return self._side.record_event()
+
+    def hand_over(self, mark: Any, tensors: Iterable[Tensor]) -> None:
+        """Let the main queue go on when the side has passed ``mark``; the program does not wait.
+
+        ``tensors``, of any shape, were made in the side queue, to which their memory goes back when they are dropped.
+        The allocator is told not to give it away before the main queue is done with it.
+        """
+        main = self._module.current_stream(self._device)
+        main.wait_event(mark)
+        for tensor in tensors:
+            tensor.record_stream(main)
 
 
 def peak_bytes(device: torch.device) -> int | None:

@@ -161,7 +161,13 @@ def write_atomic(path: Path, content: str | bytes) -> None:
     """Write a whole file or nothing: readers see the old content or the new, also after a crash.
 
     Until then it stands next to ``path`` under a name of this machine and process, so that several may write at once.
+    A link stays one: the file that it names is written. What is no file (a device, a pipe) is written to as it is.
     """
+    path = path.resolve() if path.is_symlink() else path
+    if path.exists() and not path.is_file():  # a file in its place would take it away, for all programs
+        with path.open("wb") as stream:
+            stream.write(content.encode("utf-8") if isinstance(content, str) else content)
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{platform.node()}-{os.getpid()}.tmp")
     try:
@@ -170,6 +176,9 @@ def write_atomic(path: Path, content: str | bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         draft.replace(path)
+    except OSError as error:  # of a full disk comes no name
+        error.filename = error.filename or str(path)
+        raise
     finally:
         draft.unlink(missing_ok=True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -51,7 +52,7 @@ class LayerGeometry:
         return float((self.rope_parameters or {})["rope_theta"])
 
     def check(self) -> None:
-        """Refuse layer types and a window that do not go together.
+        """Refuse layer types and a window that do not go together, and a norm that no value is divided by.
 
         Raises:
             SettingError: says which field, and what it must be.
@@ -63,6 +64,8 @@ class LayerGeometry:
             raise SettingError(
                 "sliding_window", "null, but layer_types has sliding layers", "Give the window in positions"
             )
+        if not 0.0 <= self.rms_norm_eps < math.inf:  # null is no number, and refused elsewhere
+            raise SettingError("rms_norm_eps", f"{self.rms_norm_eps} is not >= 0 and finite", "Models use 1e-6 or 1e-5")
 
 
 GEOMETRY = tuple(field.name for field in fields(LayerGeometry))

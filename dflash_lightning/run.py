@@ -35,10 +35,16 @@ from dflash_lightning.recipe.load import recipe_text
 from dflash_lightning.recipe.renamed import with_new_names
 
 _LOG_FILES = ("events.out.tfevents.*", "metrics.csv", "hparams.yaml")
-# Of a session, of where the servers of its features are, and of what is done with the run once it is finished.
+# Of a session and its device, of where the servers of its features are, and of what is done with the finished run.
 _ADDRESSES = ("endpoints", "model", "folder", "in_flight", "ahead_mib", "timeout", "retries", "pause")
-_MAY_DIFFER = ("trainer.max_time", "measure", "target.layers", *(f"data.features.{name}" for name in _ADDRESSES))
+_OF_SESSION = ("trainer.max_time", "data.prefetch_features")
+_MAY_DIFFER = (*_OF_SESSION, "measure", "target.layers", *(f"data.features.{name}" for name in _ADDRESSES))
 _MINUTES = ("train_minutes", "evaluation_minutes")
+_STATE: dict[str, Any] = {
+    "finished": bool,
+    **dict.fromkeys(("asked", "versions", "data", "training"), dict),
+    **dict.fromkeys((*_MINUTES, "finished_at", "optimizer_steps", "tau", "loss", "rows"), int | float),
+}
 _BEING_WRITTEN = re.compile(rf"\.{re.escape(RECIPE_FILE)}\..+\.tmp")  # by another rank, at this moment
 _START_ANEW = "Start the run anew with dflash fit ... --fresh (the earlier one is kept)."
 _MEND = "dflash fit wrote it: mend it there, or start the run anew with --fresh (the earlier one is kept)."
@@ -82,6 +88,8 @@ class RunFolder:
             raise ValueError(f"{file}: damaged ({error}). {_START_ANEW}") from error
         if not isinstance(state, dict):
             raise ValueError(f"{file}: damaged (it holds no JSON object). {_START_ANEW}")
+        if wrong := _state_faults(state):
+            raise ValueError(f"{file}: damaged ({', '.join(wrong)} is of another kind). {_START_ANEW}")
         return state
 
     @property
@@ -131,7 +139,8 @@ class RunFolder:
     def check_same_run(self, cfg: DictConfig, *, but: Collection[str] = ()) -> None:
         """Refuse to go on in the folder of another run that has something to lose.
 
-        How long a session may take (``trainer.max_time``), the addresses of servers and the keys of ``but`` may differ.
+        How long a session may take (``trainer.max_time``), when it makes features (``data.prefetch_features``), the
+        addresses of servers and the keys of ``but`` may differ.
 
         Raises:
             ValueError: the folder holds other files, or a checkpoint of another recipe or of changed data; says which
@@ -232,6 +241,15 @@ class RunFolder:
 
     def _write_state(self, state: dict[str, Any]) -> None:
         write_atomic(self.path / STATE_FILE, json_text(state))
+
+
+def _state_faults(state: dict[str, Any]) -> list[str]:
+    """Keys of a ``run.json`` whose values are of another kind than ``dflash fit`` writes."""
+    wrong = [key for key, kind in _STATE.items() if not isinstance(state.get(key), kind | None)]
+    asked = state.get("asked")
+    words = asked.get("overrides", []) if isinstance(asked, dict) else []
+    whole = isinstance(words, list) and all(isinstance(word, str) for word in words)
+    return wrong if whole else [*wrong, "asked.overrides"]
 
 
 def read_recipe(file: Path, *, resolve: bool = True) -> dict[str, Any]:

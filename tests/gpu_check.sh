@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What only a GPU can show, in at most six minutes: the tests that need one, a shortened quickstart, steps and rounds
-# beside their uncompiled form, peak memory, and two processes where there are two GPUs.
+# beside their uncompiled form, features made beside the step and in turn, peak memory, and two processes where there are two GPUs.
 #
 #   tests/gpu_check.sh [PYTHON]      default: .venv/bin/python, which `make install` makes
 #
@@ -43,6 +43,7 @@ echo "$gpus GPU(s); at most $budget s; output in $out"
 step tests 150 -m pytest -q -m compiled tests/test_cuda.py
 step quickstart 90 "${dflash[@]}" "${quick[@]}" run_dir="$out/quickstart"
 step step 45 "${bench[@]}" step --batch 4 --json "$out/step.json"
+step prefetch 60 tests/measure_prefetch.py --device cuda
 step decode_eager 45 "${bench[@]}" decode --json "$out/decode_eager.json"
 step decode_compiled 90 "${bench[@]}" decode --compiled --json "$out/decode_compiled.json"
 if ((gpus >= 2)); then
@@ -50,8 +51,8 @@ if ((gpus >= 2)); then
 else
   echo 'left out  two_gpus: there is one'
 fi
-for name in step decode_eager decode_compiled; do  # seconds, shares and peak memory
-  [[ -f $out/$name.json ]] && tail -n 25 "$out/$name.txt"
+for name in step prefetch decode_eager decode_compiled; do  # seconds, shares and peak memory
+  [[ -f $out/$name.txt ]] && tail -n 25 "$out/$name.txt"
 done
 if ((${#failed[@]})); then
   echo "failed or not reached: ${failed[*]} (output in $out)" >&2

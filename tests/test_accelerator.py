@@ -16,6 +16,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -37,6 +38,7 @@ import dflash_lightning
 from dflash_lightning import device as device_file
 from dflash_lightning.commands.smoke_toy import ToyWorld, toy_recipe
 from dflash_lightning.data.batch.loader import map_tensors
+from dflash_lightning.data.batch.of_trainer import make_sampler
 from dflash_lightning.decoding import loop
 from dflash_lightning.device import Abilities, send
 from dflash_lightning.ops import flex_block_attention
@@ -77,6 +79,22 @@ class Mark:
 
     def elapsed_time(self, later: Mark) -> float:
         return 1.0
+
+
+class Stream:
+    """A queue of the device."""
+
+    def __init__(self, device: Any = None) -> None:
+        pass
+
+    def record_event(self) -> Mark:
+        return Mark()
+
+    def wait_event(self, event: Mark) -> None:
+        pass
+
+    def wait_stream(self, other: Stream) -> None:
+        pass
 
 
 class Shapes(FakeTensorMode):
@@ -140,6 +158,9 @@ def make_device(abilities: Abilities) -> torch.device:
     backend.device_count = lambda: 1  # type: ignore[attr-defined]
     backend.current_device = lambda: 0  # type: ignore[attr-defined]
     backend.Event = Mark  # type: ignore[attr-defined]
+    backend.Stream, backend.stream = Stream, nullcontext  # type: ignore[attr-defined]
+    backend.current_stream = lambda device=None: Stream()  # type: ignore[attr-defined]
+    torch.Tensor.record_stream = lambda self, stream: KEPT.append(self)  # type: ignore[assignment]
     _setup_privateuseone_for_python_backend(NAME, backend)
     others, library = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
     others.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
@@ -210,6 +231,7 @@ class StandIn(Trainer):
     world_size = accumulate_grad_batches = log_every_n_steps = 1
     global_step = current_epoch = 0
     estimated_stepping_batches = 10
+    max_steps = -1
     datamodule = strategy = precision_plugin = None
     optimizers: list[Any] = []  # noqa: RUF012
 
@@ -246,8 +268,11 @@ def try_recipe(
         found["plays"] = module.draft_model.conditioning.carries
         waits.yes = False  # no step is a bad one
         if not found["plays"]:  # a round is played by what the device knows: its blocks move, so their places are read
-            for number, batch in enumerate(batches):
-                train_on(batch, number, module, data, optimizer, device, mode)
+            on_cpu = (map_tensors(batch, mode.from_tensor) for batch in batches)
+            sampler = make_sampler(data.plan(), None)
+            for number, batch in enumerate(data._look.hand_out(on_cpu, sampler, trainer, data._gathered, data._filled)):
+                assert batch.features.hidden.device == device and any(kept is batch.input_ids for kept in KEPT)
+                train_on(batch, number, module, data, optimizer, device)
         found["train"], waits.yes = dict(waits.found), True
         for temperature in temperatures:
             try:
@@ -258,13 +283,13 @@ def try_recipe(
     return found
 
 
-def train_on(
-    batch: Any, number: int, module: Any, data: Any, optimizer: Any, device: torch.device, mode: Shapes
-) -> None:
-    """What Lightning does with a batch."""
-    on_cpu = data.on_before_batch_transfer(map_tensors(batch, mode.from_tensor), 0)
+def train_on(batch: Any, number: int, module: Any, data: Any, optimizer: Any, device: torch.device) -> None:
+    """What Lightning does with a batch, of which every second is made in its turn."""
+    features, batch.features = batch.features, batch.features if number % 2 else None
     with torch.autocast(NAME, dtype=torch.bfloat16):
-        there = data.on_after_batch_transfer(move_data_to_device(on_cpu, device), 0)
+        moved = move_data_to_device(data.on_before_batch_transfer(batch, 0), device)
+        there = data.on_after_batch_transfer(moved, 0)
+        assert (there.features.hidden is features.hidden) is (number % 2 == 1), "what is ready is left alone"
         loss = module.training_step(there, number)
     loss.backward()
     module.on_before_optimizer_step(optimizer)
@@ -288,7 +313,7 @@ def decode(settings: Any, target: Any, draft: Any, prompts: list[list[int]], wai
 
 def try_all(names: list[str], world: ToyWorld, folder: Path, *, flex: bool) -> None:
     """In the child: a line for every recipe."""
-    device = make_device(Abilities(events=True, flex=flex))
+    device = make_device(Abilities(events=True, flex=flex, streams=True))
     if flex:
         dense_flex()
     mode = Shapes()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import shutil
@@ -974,3 +975,75 @@ def test_stream_holds_back_half_a_character_and_colours_drafted_tokens(
     stream.add(ids[3:], [True])
     stream.end()
     assert capsys.readouterr().out == "\x1b[32mé\x1b[0m\n"
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_terminal_that_lacks_a_character_shows_an_escape(monkeypatch: pytest.MonkeyPatch, stream: str) -> None:
+    """With LC_ALL=C and no UTF-8 mode, a single such character ended the command with what Python says of a codec."""
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, stream, io.TextIOWrapper(raw, encoding="ascii"))
+    assert main(["show", "sm\N{LATIN SMALL LETTER O WITH STROKE}ke"]) == 2
+    print("\N{PLUS-MINUS SIGN}", file=getattr(sys, stream), flush=True)
+    assert b"\\xb1" in raw.getvalue()
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("Allocator: can't allocate memory: you")])
+def test_memory_that_runs_out_in_decoding_is_one_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any, error: Exception
+) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr("dflash_lightning.commands.listing.list_recipes", fails)
+    assert main(["recipes"]) == 2
+    assert "dflash: out of memory: " in (said := capsys.readouterr().err) and "--batch-size" in said
+    error.args = ("another fault",)
+    if isinstance(error, RuntimeError):
+        with pytest.raises(RuntimeError, match="another fault"):
+            main(["recipes"])
+
+
+def test_help_that_nobody_reads_is_no_error() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    program = [sys.executable, "-S", "-c", "import sys; sys.path[:0] = sys.argv[1:]; "]
+    program[-1] += "from dflash_lightning.cli import main; main(['--help'])"
+    with open(writing, "wb") as closed:
+        done = subprocess.run([*program, *sys.path], stdout=closed, stderr=subprocess.PIPE, check=False, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("--max-new-tokens", "1.5", "argument --max-new-tokens: '1.5' is not a whole number"),
+        ("--seed", "x", "argument --seed: 'x' is not a whole number"),
+        ("decoding.batch_size", "99999999999999999999", "decoding.batch_size: 99999999999999999999 is no batch"),
+    ],
+)
+def test_numbers_that_are_none_are_said_in_words(
+    workplace: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch, option: str, value: str, said: str
+) -> None:
+    monkeypatch.chdir(workplace)
+    word = [option, value] if option.startswith("--") else [f"{option}={value}"]
+    try:
+        status = main(["generate", "--draft", "target", "--prompt", "hi", *word])
+    except SystemExit as ended:
+        status = int(ended.code or 0)
+    assert status == 2 and said in capsys.readouterr().err
+
+
+def test_figures_are_in_their_file_though_nobody_reads_the_table(
+    workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, make_draft: Any, make_target: Any
+) -> None:
+    monkeypatch.chdir(workplace)
+    save_draft(make_draft(make_target("llama")), tmp_path / "draft")
+    reading, writing = os.pipe()
+    os.close(reading)
+    with monkeypatch.context() as patched, open(writing, "w") as closed:
+        patched.setattr(sys, "stdout", closed)
+        words = ["--prompts", "prompts.jsonl", "--limit", "1", "--max-new-tokens", "2", "--eager"]
+        words += ["--target", "target", "--json", str(tmp_path / "figures.json")]
+        assert main(["evaluate", "--draft", str(tmp_path / "draft"), *words]) == 141
+    assert json.loads((tmp_path / "figures.json").read_text())["prompts"] == 1
+    assert "the reader of the output went away" in capsys.readouterr().err

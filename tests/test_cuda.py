@@ -74,8 +74,10 @@ class LossLog(Callback):
         self.devices.add(next(module.draft_model.parameters()).device.type)
 
 
-def fit(target: FrozenTarget, folder: Path, *, accelerator: str, precision: Any, **data: Any) -> tuple[Any, LossLog]:
-    """Two steps of two shapes; the vocabulary is that of the data."""
+def fit(
+    target: FrozenTarget, folder: Path, *, accelerator: str, precision: Any, steps: int = 2, **data: Any
+) -> tuple[Any, LossLog]:
+    """Steps of two shapes in turn; the vocabulary is that of the data."""
     generator = torch.Generator().manual_seed(0)
     rows = []
     for length in (20, 90):
@@ -96,7 +98,7 @@ def fit(target: FrozenTarget, folder: Path, *, accelerator: str, precision: Any,
     )
     log = LossLog()
     trainer = Trainer(
-        accelerator=accelerator, devices=1, precision=precision, max_steps=2, callbacks=[log], logger=False,
+        accelerator=accelerator, devices=1, precision=precision, max_steps=steps, callbacks=[log], logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, log_every_n_steps=1,
         use_distributed_sampler=False, default_root_dir=str(folder),
     )  # fmt: skip
@@ -127,3 +129,16 @@ def test_two_mixed_precision_steps_of_two_shapes_and_a_compiled_evaluation(
         result = decoder.decode(prompts, **settings)
         assert [g.output_ids for g in result.generations] == [g.output_ids for g in plain.generations]
         assert result.stats.compiled and decoder.compile_count == 2
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_next_batch_beside_the_step_teaches_the_same(device: str, make_target: Any, tmp_path: Path) -> None:
+    """On a GPU its features are made in a second stream; steps of two shapes, so that memory changes hands."""
+    ways = (False, device == "cuda" or "auto")
+    in_turn, beside = (
+        fit(make_target("qwen3"), tmp_path / str(way), accelerator=device, precision="32-true", steps=6,
+            prefetch_features=way)[1]
+        for way in ways
+    )  # fmt: skip
+    assert len(in_turn.losses) == 6 and in_turn.shapes == beside.shapes
+    assert beside.losses == pytest.approx(in_turn.losses, rel=1e-4)

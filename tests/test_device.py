@@ -33,7 +33,7 @@ def test_a_cpu_copies_nothing_waits_for_nothing_and_marks_nothing() -> None:
 def test_a_kind_of_device_that_is_not_known_can_do_the_least() -> None:
     assert abilities(torch.device("meta")) == Abilities(queues=True)
     gpu = abilities(torch.device("cuda"))
-    assert gpu.queues and gpu.flex and gpu.pins and gpu.events and gpu.measures and not gpu.own_kernels
+    assert gpu.queues and gpu.flex and gpu.pins and gpu.events and gpu.measures and gpu.streams and not gpu.own_kernels
 
 
 @pytest.mark.parametrize("pins", [False, True])

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
 import shlex
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
+from dflash_lightning import device as device_file
 from dflash_lightning.cli import _parse
+from dflash_lightning.device import Abilities
 from dflash_lightning.recipe import check_recipe, load_recipe
 
 SCRIPT = Path(__file__).parent / "gpu_check.sh"
@@ -49,7 +54,10 @@ def test_one_gpu_leaves_out_two_processes_and_all_else_runs_as_written(
 ) -> None:
     status, said, ran = check(gpus=1)
     assert status == 0 and "left out  two_gpus" in said and "passed in" in said
-    tests, fit, *benches = ran
+    tests, fit, step, prefetch, *decodes = ran
+    benches = [step, *decodes]
+    assert prefetch == ["tests/measure_prefetch.py", "--device", "cuda"]
+    assert (SCRIPT.parent.parent / prefetch[0]).exists()
     assert tests == ["-m", "pytest", "-q", "-m", "compiled", "tests/test_cuda.py"]
     assert (SCRIPT.parent.parent / tests[-1]).exists()
     assert [words[:3] for words in benches] == [["-m", "dflash_lightning", "bench"]] * 3
@@ -68,15 +76,34 @@ def check_fit(words: list[str]) -> None:
 
 def test_two_gpus_train_together(check: Callable[..., tuple[int, str, list[list[str]]]]) -> None:
     status, said, ran = check(gpus=2)
-    assert status == 0 and len(ran) == 6 and "left out" not in said
+    assert status == 0 and len(ran) == 7 and "left out" not in said
     check_fit(ran[-1])
     assert load_recipe("quickstart", ran[-1][4:]).trainer.strategy == "ddp"
 
 
 def test_what_fails_or_is_not_reached_is_named(check: Callable[..., tuple[int, str, list[list[str]]]]) -> None:
     status, said, ran = check(gpus=1, fails="--compiled")
-    assert status == 1 and len(ran) == 5
+    assert status == 1 and len(ran) == 6
     assert "FAILED  decode_compiled" in said and "something broke" in said
     assert "failed or not reached: decode_compiled (" in said
     status, said, ran = check(gpus=1, seconds=0)
     assert status == 1 and ran == [] and "NOT REACHED  tests" in said
+
+
+def test_steps_with_the_next_batch_beside_them_are_compared(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a CPU that says it has streams: PyTorch's for it do nothing."""
+    monkeypatch.setitem(device_file._KNOWN, "cpu", Abilities(queues=False, own_kernels=True, streams=True))
+    recorded: list[torch.Tensor] = []
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: recorded.append(self))
+    monkeypatch.setattr("sys.path", [*sys.path])
+    spec = importlib.util.spec_from_file_location("measure_prefetch", SCRIPT.parent / "measure_prefetch.py")
+    assert spec is not None and spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    sizes = {"steps": 1, "turns": 1, "width": 64, "layers": 4, "length": 32, "anchors": 2, "vocabulary": 264}
+    words = [word for name, size in sizes.items() for word in (f"--{name}", str(size))]
+    assert script.main(["--device", "cpu", *words]) == 0 and recorded
+    said = capsys.readouterr().out
+    assert "turn 1: a step takes" in said and "losses are equal to rounding" in said

@@ -37,12 +37,12 @@ def test_what_rank_0_is_writing_makes_the_folder_no_other_runs(tmp_path: Path, m
 
 def test_what_to_do_next_names_the_runs_own_prompts(tmp_path: Path) -> None:
     """The command can be pasted; only a run without evaluation leaves a word to fill in."""
-    run = RunFolder(tmp_path / "run")
-    run.begin(
-        load_recipe("smoke", ["target.source=tiny", "data.train=x", "callbacks.speculative_eval.prompts='my p.jsonl'"])
-    )
-    assert run.next_command == f"dflash evaluate --draft {run.path} --prompts 'my p.jsonl'"
-    run.begin(load_recipe("smoke", ["target.source=tiny", "data.train=x", "~callbacks.speculative_eval"]))
+    run, rows = RunFolder(tmp_path / "run"), tmp_path / "my rows.jsonl"
+    rows.write_text("{}")
+    words = ["target.source=tiny", f"data.train='{rows}'"]
+    run.begin(load_recipe("smoke", [*words, f"callbacks.speculative_eval.prompts='{rows}'"]))
+    assert run.next_command == f"dflash evaluate --draft {run.path} --prompts '{rows}'"
+    run.begin(load_recipe("smoke", [*words, "~callbacks.speculative_eval"]))
     assert run.next_command == f"dflash evaluate --draft {run.path} --prompts FILE"
 
 

@@ -68,7 +68,7 @@ def speed_notes(runs: Sequence[Run]) -> list[str]:
     """What makes speeds of these runs doubtful beside one another."""
     found = []
     for key, what in (("cpu", "processors"), ("threads", "numbers of threads"), ("gpu", "GPUs")):
-        values = list(dict.fromkeys(str((run.measured or {}).get("machine", {}).get(key)) for run in runs))
+        values = list(dict.fromkeys(str(((run.measured or {}).get("machine") or {}).get(key)) for run in runs))
         if len(values) > 1:
             found.append(f"speed: timed on different {what} ({', '.join(values)})")
     return found

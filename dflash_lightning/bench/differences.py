@@ -13,6 +13,7 @@ from dflash_lightning.recipe.yaml import read_mapping
 
 # Of a run or of where it is measured; ``data.seed`` and the like follow ``seed``.
 _APART = ("name", "run_dir", "measure", "seed", "logger")
+_ANYWHERE = ("seed", "prefetch_features")  # of a run or its device, below a group
 _NAMED = ("loss", "callbacks")  # groups whose parts have names and are used together
 _RUN = "RUN_DIR"
 
@@ -39,7 +40,7 @@ def _comparable(recipe: dict[str, Any]) -> dict[str, Any]:
 
 def _without_folder(node: Any, folder: str) -> Any:
     if isinstance(node, dict):
-        return {key: _without_folder(value, folder) for key, value in node.items() if key != "seed"}
+        return {key: _without_folder(value, folder) for key, value in node.items() if key not in _ANYWHERE}
     if isinstance(node, list):
         return [_without_folder(value, folder) for value in node]
     return node.replace(folder, _RUN) if isinstance(node, str) else node

@@ -6,29 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+from dflash_lightning.bench.held import measured_faults
 from dflash_lightning.bench.method import Method
 from dflash_lightning.files import file_digest, find_draft_place
 from dflash_lightning.run import RunFolder
 
 MEASURED_FILE = "measured.json"
 VERSION = 1
-_HOLDS: dict[str, Any] = {
-    "drafter_sha256": (str, type(None)),
-    "protocol": dict,
-    "prompts": list,
-    "target": dict,
-    "training": dict,
-    "speed": list,
-    "identical": dict,
-}
-_MAY_HOLD = ("machine", "expected_tau")  # mappings, or null
-_OF_PROMPT: dict[str, Any] = {
-    "domain": str,
-    "index": int,
-    "decoding": str,
-    "rounds": (int, float),
-    "committed": (int, float),
-}
 
 
 def read_measured(file: Path) -> dict[str, Any]:
@@ -47,21 +31,6 @@ def read_measured(file: Path) -> dict[str, Any]:
     if wrong := measured_faults(found):
         raise ValueError(f"{file}: is no {MEASURED_FILE} ({', '.join(wrong)} is missing or of another kind). {advice}.")
     return found
-
-
-def measured_faults(found: Any) -> list[str]:
-    """Keys that the content of a ``measured.json`` lacks, or whose values are of another kind."""
-    if not isinstance(found, dict):
-        return ["a mapping"]
-    wrong = [key for key, kind in _HOLDS.items() if key not in found or not isinstance(found[key], kind)]
-    wrong += [key for key in _MAY_HOLD if not isinstance(found.get(key), dict | None)]
-    if "prompts" not in wrong:
-        wrong += sorted({f"prompts.{key}" for row in found["prompts"] for key in _row_faults(row)})
-    return wrong
-
-
-def _row_faults(row: Any) -> list[str]:
-    return [key for key, kind in _OF_PROMPT.items() if not isinstance(row, dict) or not isinstance(row.get(key), kind)]
 
 
 def training_of(run: RunFolder, checkpoint_step: int | None, parameters: int) -> dict[str, Any]:

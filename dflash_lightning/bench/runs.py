@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dflash_lightning.bench.held import measured_faults
 from dflash_lightning.bench.method import Method, short_name
 from dflash_lightning.bench.plan import PLAN, Plan
-from dflash_lightning.bench.record import MEASURED_FILE, drafter_digest, measured_faults, read_measured
+from dflash_lightning.bench.record import MEASURED_FILE, drafter_digest, read_measured
 from dflash_lightning.bench.summary import tau_of
 from dflash_lightning.files import RECIPE_FILE, STATE_FILE
 from dflash_lightning.run import RunFolder, read_recipe
@@ -106,10 +107,14 @@ def _of_word(word: str) -> Iterator[Run]:
 
 def _below(folder: Path) -> Iterator[Run]:
     """The runs below a folder, and the points of sweeps there that have no folder yet."""
-    known = set()
-    for root, folders, files in os.walk(folder):
+    known, walked = set(), set()
+    for root, folders, files in os.walk(folder, followlinks=True):
         folders[:] = sorted(name for name in folders if not _ASIDE.search(name))
         place = Path(root)
+        if place.resolve() in walked:  # by a link that leads back, or by two
+            folders[:] = []
+            continue
+        walked.add(place.resolve())
         if RECIPE_FILE in files and STATE_FILE in files:
             folders[:] = []
             known.add(place.resolve())
@@ -156,6 +161,8 @@ def _of_file(file: Path) -> Iterator[Run]:
     for told in found["runs"]:
         try:
             run = Run(**{**told, "method": Method(told["method"][0], tuple(told["method"][1:]))})
+            if wrong := [key for key, kind in _TOLD.items() if not isinstance(told.get(key), kind)]:
+                raise TypeError(f"{', '.join(wrong)} is missing or of another kind")
         except (TypeError, KeyError, IndexError) as error:
             raise ValueError(f"{file}: damaged ({error}). {advice}.") from error
         if run.measured is not None and (wrong := measured_faults(run.measured)):
@@ -183,6 +190,7 @@ def told_run(run: Run) -> dict[str, Any]:
 
 
 _SLOTS = ("drafted", "accepted")
+_TOLD: dict[str, Any] = {"where": str, "method": list, "seed": (int, type(None)), "recipe": dict, "gap": str}
 
 
 def slot_sums(run: Run, decoding: str) -> tuple[list[int], list[int]]:

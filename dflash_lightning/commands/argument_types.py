@@ -8,9 +8,17 @@ import math
 from typing import Any
 
 
+def whole(text: str) -> int:
+    """A whole number."""
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+
+
 def count(text: str) -> int:
     """A whole number from 1."""
-    value = int(text)
+    value = whole(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
     return value
@@ -71,5 +79,5 @@ def counts(text: str) -> list[int]:
     """Different whole numbers from 1, divided by commas, the smallest first."""
     try:
         return sorted({count(part) for part in text.split(",")})
-    except ValueError:
+    except argparse.ArgumentTypeError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers from 1: write 1,2,4,8") from None

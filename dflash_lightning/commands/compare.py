@@ -22,11 +22,11 @@ def compare(args: argparse.Namespace, runs: Sequence[Run], page: Callable[[dict[
         ValueError: runs that cannot be compared, see ``compare_runs``.
     """
     found = compare_runs(runs, baseline=args.baseline, mixed=args.mixed)
-    print(render(found, markdown=args.markdown), end="")
     if args.json:
         write_atomic(Path(args.json), comparison_text(found))
     if args.html:
         write_atomic(Path(args.html), page(json.loads(comparison_text(found))))
+    print(render(found, markdown=args.markdown), end="")  # last: a reader may go away
     return 0
 
 

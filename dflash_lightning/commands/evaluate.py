@@ -14,6 +14,7 @@ from dflash_lightning.commands.ready import decoding_of, open_ready
 from dflash_lightning.decoding import DecodingSettings
 from dflash_lightning.decoding.decoder import DecodeResult
 from dflash_lightning.decoding.evaluation import Evaluator
+from dflash_lightning.files import write_atomic
 from dflash_lightning.machine import machine
 from dflash_lightning.run import json_text, versions
 from dflash_lightning.target import FrozenTarget
@@ -35,10 +36,12 @@ def evaluate(args: argparse.Namespace) -> int:
     _check_alike(drafts, relative=args.other_target)
     prompts = [prompt for file in files for prompt in file.prompts]
     target, ids = open_ready(drafts, args, settings, prompts, call=lambda place: _place(files, place))
-    found = _measure(drafts, target, ids, settings, files)
-    print(side_by_side(found), end="")
+    found, unread = _measure(drafts, target, ids, settings, files, keeps=args.json is not None)
     if args.json:
-        Path(args.json).write_text(json_text(_report(found, target, settings, files)), encoding="utf-8")
+        write_atomic(Path(args.json), json_text(_report(found, target, settings, files)))
+    if unread is not None:  # what was measured is in the file all the same
+        raise unread
+    print(side_by_side(found), end="")
     return 1 if any(measured.evaluation.broken for measured in found) else 0
 
 
@@ -79,20 +82,30 @@ def _measure(
     ids: list[list[int]],
     settings: DecodingSettings,
     files: list[PromptFile],
-) -> list[Measured]:
-    """One drafter after the other; what is decoded plainly is decoded once."""
+    *,
+    keeps: bool,
+) -> tuple[list[Measured], BrokenPipeError | None]:
+    """One drafter after the other; what is decoded plainly is decoded once.
+
+    ``keeps`` says that the figures are written to a file: then a reader that goes away is told at the end only.
+    """
     plain: DecodeResult | None = None
-    found = []
+    found, unread = [], None
     for draft in drafts:
         evaluator = Evaluator(target, draft.model, ids, settings, num_checked=len(ids), plain=plain)
         name = draft.source.name if len(drafts) == 1 else str(draft.source)
         measured = Measured(draft, evaluator(f"decoding with {name}"), files, other_target(draft, target))
         plain = evaluator.plain
-        print(measured.evaluation.table(title(measured)), measured.by_file(), sep="\n", flush=True)
         found.append(measured)
-    if (served := served_line(target, settings.summary())) is not None:
+        try:
+            print(measured.evaluation.table(title(measured)), measured.by_file(), sep="\n", flush=True)
+        except BrokenPipeError as error:
+            if not keeps:
+                raise
+            unread = error
+    if unread is None and (served := served_line(target, settings.summary())) is not None:
         print(served)
-    return found
+    return found, unread
 
 
 def _report(

@@ -75,7 +75,7 @@ class Estimate:
 
     @property
     def step_seconds(self) -> float:
-        """Of one optimizer step."""
+        """Of one optimizer step; features made beside it (``data.prefetch_features``) take less than is said here."""
         m = self.measured
         return self.accumulate * (m.drafter + (0.0 if self.cached else m.features)) + m.optimizer
 
@@ -190,6 +190,7 @@ def expected_memory(module: DraftModule, data: DraftData, trainer: Trainer) -> S
         blocks=padded[1],
         autocast=_AUTOCAST.get(str(trainer.precision)),
         checkpointed=checkpoints(trainer),
+        ahead=data.prefetches(trainer.strategy.root_device, reads=not module.draft_model.conditioning.carries),
     )
 
 

@@ -70,7 +70,7 @@ def report(args: argparse.Namespace) -> int:
             "note": prompts.note,
             "asked": asked,
         }
-        file.write_text(json_text(figures), encoding="utf-8")
+        write_atomic(file, json_text(figures))
         print(f"written to {file}")
     if args.html:
         write_atomic(Path(args.html), report_page({**figures, **about}))

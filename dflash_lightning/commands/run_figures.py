@@ -73,7 +73,8 @@ def _evaluated(draft: FoundDraft, folder: RunFolder) -> dict[str, Any] | None:
     if tau is None or step is None:
         return None
     settings = own_prompts(draft)
-    decoding = settings.get("decoding") or {}
+    told = settings.get("decoding")
+    decoding = told if isinstance(told, dict) else {}
     names = ("batch_size", "max_new_tokens", "temperature")
     identical = measured.get("decode/identical_share")
     return {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from dflash_lightning.commands.argument_types import count, probability, temperature
+from dflash_lightning.commands.argument_types import count, probability, temperature, whole
 from dflash_lightning.recipe.words import is_decoding_word
 
 DRAFT_HELP = "a run folder (its best checkpoint), a checkpoint file, or an exported folder"
@@ -61,7 +61,7 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--top-p", type=probability, metavar="P", help="sample among the likeliest tokens that hold probability P"
     )
-    parser.add_argument("--seed", type=int, metavar="S", help="of the sampling; default: 0")
+    parser.add_argument("--seed", type=whole, metavar="S", help="of the sampling; default: 0")
 
 
 def add_eager_argument(parser: Any) -> None:

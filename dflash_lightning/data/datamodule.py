@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
+import torch
 from jaxtyping import Bool
 from lightning.pytorch import Callback, LightningDataModule
 from torch import Tensor
 
 from dflash_lightning.block.base import BlockConstructor
+from dflash_lightning.data.ahead import LookAhead
 from dflash_lightning.data.batch.collate import BatchMaker, WindowItem
 from dflash_lightning.data.batch.exact_resume import ExactResume
-from dflash_lightning.data.batch.loader import PlanSampler, StatefulLoader
-from dflash_lightning.data.batch.of_trainer import accumulation, batch_limit, check_begin, pinned
+from dflash_lightning.data.batch.loader import StatefulLoader
+from dflash_lightning.data.batch.of_trainer import check_begin, make_sampler, pinned
 from dflash_lightning.data.batch.packing import Planner, PlanSettings
+from dflash_lightning.data.batch.plan import plan_documents
 from dflash_lightning.data.features.cache import DTYPES, FeatureCache
-from dflash_lightning.data.features.make import FeatureSettings
+from dflash_lightning.data.features.make import FeatureSettings, spec_of
 from dflash_lightning.data.features.products import with_products
 from dflash_lightning.data.features.servers import Servers
 from dflash_lightning.data.read.conversation import Supervise
@@ -25,7 +28,7 @@ from dflash_lightning.data.read.sources import make_sources
 from dflash_lightning.data.read.store import DocumentStore
 from dflash_lightning.data.read.summary import DataSummary
 from dflash_lightning.data.read.truncation import Truncate
-from dflash_lightning.data.settings import FeatureProducts, check_data
+from dflash_lightning.data.settings import FeatureProducts, Prefetch, check_data
 from dflash_lightning.errors import SettingError
 from dflash_lightning.target import FrozenTarget
 from dflash_lightning.types import Alignment, FeatureSpec, TrainBatch
@@ -62,6 +65,9 @@ class DraftData(LightningDataModule):
             ``"auto"``: the first where this CPU measures fast, else the second (see ``data.features.products``).
         cache_dtype: of the hidden states in the cache: ``"float32"``, ``"bfloat16"`` or ``"float16"``; null keeps the
             target's dtype. The states that teach the drafter always keep it.
+        prefetch_features: move the next batch to the device, and compute its features, while it trains on this one. It
+            takes a second queue of the device, and room for the features of two more batches. ``"auto"`` does so where
+            there is such a queue (CUDA); true refuses to train elsewhere.
         cache_also: what the cache holds beyond what the drafter reads, so that recipes on the same rows share one:
             ``{"layer_ids": [1, 14, 27], "last_hidden": True}``; null adds nothing.
         features_folder: where ``"disk"`` keeps them, in a folder per data, target and layers; null is
@@ -95,6 +101,7 @@ class DraftData(LightningDataModule):
         cache_features: Literal["ram", "disk"] | None = None,
         cache_dtype: Literal["float32", "bfloat16", "float16"] | None = None,
         feature_products: FeatureProducts = None,
+        prefetch_features: Prefetch = "auto",
         cache_also: Mapping[str, Any] | None = None,
         features_folder: str | None = None,
         num_workers: int = 0,
@@ -131,16 +138,11 @@ class DraftData(LightningDataModule):
             feature_products=feature_products,
             features_folder=features_folder,
             cache_also=cache_also,
+            prefetch_features=prefetch_features,
         )
-        also = cache_also or {}
-        self.features = FeatureSettings(
-            cache_features,
-            target.dtype if cache_dtype is None else DTYPES[cache_dtype],
-            feature_products,
-            FeatureSpec(tuple(sorted({*(also.get("layer_ids") or ())})), bool(also.get("last_hidden"))),
-            features_folder,
-            features,
-        )
+        self._look = LookAhead(prefetch_features)
+        dtype, also = target.dtype if cache_dtype is None else DTYPES[cache_dtype], spec_of(cache_also)
+        self.features = FeatureSettings(cache_features, dtype, feature_products, also, features_folder, features)
         for name in ("rows_per_batch", "token_bucket", "block_bucket"):
             if getattr(self, name) < 1:
                 raise SettingError(f"data.{name}", f"{getattr(self, name)} is not a count", "Use 1 or more")
@@ -208,19 +210,14 @@ class DraftData(LightningDataModule):
         self._bound = (block, alignment, spec, vocabulary)
 
     def train_dataloader(self) -> StatefulLoader:
-        spec, planner = self._binding()[2], self.plan()
-        sampler = PlanSampler(
-            planner,
-            rank=self.trainer.global_rank if self.trainer is not None else 0,
-            world=self.trainer.world_size if self.trainer is not None else 1,
-            accumulate=accumulation(self.trainer),
-            limit=batch_limit(self.trainer, planner),
-        )
+        spec, sampler = self._binding()[2], make_sampler(self.plan(), self.trainer)
         if self.features.gathered and (self._cache is None or self._cache.asked != spec):
             rows = {"row_tokens": self.row_tokens if self.packing else None}
             self._cache = self.features.make(self.documents, self.target, spec, self.trainer, say=self._say, **rows)
         expect = None if self._cache is None else self._cache.expect
-        self._loader = StatefulLoader(self._maker(), sampler, num_workers=self.num_workers, expect=expect)
+        self._loader = StatefulLoader(
+            self._maker(), sampler, num_workers=self.num_workers, expect=expect, ahead=self._ready_ahead
+        )
         if self._position is not None:
             self._loader.load_state_dict(self._position)
             self._position = None
@@ -277,30 +274,9 @@ class DraftData(LightningDataModule):
         """
         block = self._binding()[0]
         if self._plan is None or self._plan[0] is not block:
-            self._plan = (block, self._planner(block))
+            settings = PlanSettings(self.seed, self.packing, self.row_tokens, self.row_blocks, self.rows_per_batch)
+            self._plan = (block, plan_documents(self.documents, block, settings, say=self._say))
         return self._plan[1]
-
-    def _planner(self, block: BlockConstructor) -> Planner:
-        blocks = [block.num_blocks(self.documents[d].loss_mask) for d in range(len(self.documents))]
-        usable = [d for d, count in enumerate(blocks) if count]
-        left_out = len(blocks) - len(usable)
-        if not usable:
-            raise SettingError(
-                "data",
-                f"block {block.name!r} finds no place to start a block in any of {left_out} documents",
-                do="Look at the masks, or use longer responses",
-            )
-        if left_out:
-            self._say(f"data: {left_out} of {len(self.documents)} documents have no place to start a block: left out")
-        settings = PlanSettings(self.seed, self.packing, self.row_tokens, self.row_blocks, self.rows_per_batch)
-        lengths, counts = self.documents.lengths[usable].tolist(), [blocks[d] for d in usable]
-        plan = Planner(usable, lengths, counts, settings)
-        if plan.blocks_forbid_packing():
-            self._say(
-                f"data.row_blocks: {self.row_blocks} blocks are less than any two documents have, so that every row "
-                "holds one document. Raise it, or set it to null, to pack rows"
-            )
-        return plan
 
     @property
     def _callbacks(self) -> list[Callback]:
@@ -316,18 +292,25 @@ class DraftData(LightningDataModule):
         is fast at that: what a module reads besides kept features teaches nothing.
         """
         self._reads = False
+        self.prefetches(self.target.device)  # refuses what it cannot do
         kept = self.cache_features is not None
         return with_products(self.target, self.feature_products) if kept else self.target
 
     def on_before_batch_transfer(self, batch: TrainBatch, dataloader_idx: int) -> TrainBatch:
         """Take the features from the cache while ids are still on the CPU, so that no device sync is needed."""
+        check_begin(self._loader, self.trainer)
+        return self._gathered(batch) if batch.features is None else batch  # with features it was made ready ahead
+
+    def _gathered(self, batch: TrainBatch) -> TrainBatch:
         if self._cache is not None:
             batch.features = self._cache.gather(batch)
-        check_begin(self._loader, self.trainer)
         return pinned(batch, self.trainer)
 
     def on_after_batch_transfer(self, batch: TrainBatch, dataloader_idx: int) -> TrainBatch:
         """Fill ``batch.features``: from the cache, in the target's dtype, or computed unless the module does that."""
+        return self._filled(batch)
+
+    def _filled(self, batch: TrainBatch) -> TrainBatch:
         if batch.features is None and self._reads:
             spec = self._binding()[2]
             with self.target.reading.timed(self.target.device):
@@ -335,6 +318,21 @@ class DraftData(LightningDataModule):
         elif batch.features is not None:
             batch.features = batch.features.in_dtype(self.target.dtype)
         return batch
+
+    def prefetches(self, device: torch.device, *, reads: bool = True) -> bool:
+        """Whether batches are made ready on ``device`` while it trains on those before them (see ``LookAhead.pays``).
+
+        ``reads`` false says that the module will read the texts itself (see ``leave_reading``).
+        """
+        made_here = self.features.gathered or (self._reads and reads)
+        return self._look.pays(device, cut=self.target.cut, made_here=made_here)
+
+    def _ready_ahead(self, batches: Iterator[TrainBatch]) -> Iterator[TrainBatch]:
+        """The batches as they come; or each of them ready on the device, and the next one begun."""
+        if self.trainer is None or not self.prefetches(self.trainer.strategy.root_device):
+            return batches
+        assert self._loader is not None
+        return self._look.hand_out(batches, self._loader.sampler, self.trainer, self._gathered, self._filled)
 
     def teardown(self, stage: str) -> None:
         """Fetch no more features."""

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from dflash_lightning.errors import SettingError
 
 FeatureProducts = Literal["auto", "bfloat16", "float32"] | None
+Prefetch = bool | Literal["auto"]
 _PRODUCTS = ("auto", "bfloat16", "float32", None)
 _KEPT = ("ram", "disk", None)
 
@@ -21,6 +22,7 @@ def check_data(
     feature_products: str | None,
     features_folder: str | None,
     cache_also: Any,
+    prefetch_features: Any,
 ) -> None:
     """Refuse settings that contradict each other (arguments as those of ``DraftData``).
 
@@ -42,6 +44,9 @@ def check_data(
             f"{feature_products!r} is unknown",
             allowed="Use 'auto', 'bfloat16', 'float32' or null (as the target is)",
         )
+    if not isinstance(prefetch_features, bool) and prefetch_features != "auto":
+        what = f"{prefetch_features!r} is unknown"
+        raise SettingError("data.prefetch_features", what, "Use 'auto', true or false")
     if feature_products is not None and cache_features is None:
         raise SettingError(
             "data.feature_products",

@@ -23,6 +23,7 @@ from dflash_lightning.model import DraftModel
 from dflash_lightning.target import FrozenTarget
 from dflash_lightning.types import Alignment
 
+_MOST_AT_ONCE = 65536  # prompts; more fit no machine, and torch cannot count with all that are whole numbers
 _STRATEGIES = ("builder", "policy", "verifier")
 
 
@@ -62,8 +63,10 @@ class DecodingSettings:
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
             raise SettingError("decoding.max_new_tokens", f"{self.max_new_tokens} decodes nothing", "Use 1 or more")
-        if self.batch_size < 1:
-            raise SettingError("decoding.batch_size", f"{self.batch_size} is no batch", "Use 1 or more")
+        if not 1 <= self.batch_size <= _MOST_AT_ONCE:
+            raise SettingError(
+                "decoding.batch_size", f"{self.batch_size} is no batch", f"Use a number from 1 to {_MOST_AT_ONCE}"
+            )
         if self.block_size is not None and self.block_size < 2:
             raise SettingError(
                 "decoding.block_size",

@@ -17,7 +17,7 @@ from dflash_lightning.ops.block_attention import block_attention
 from dflash_lightning.ops.chains import Chain, lengthen, visible_sources
 from dflash_lightning.ops.context import ContextState, KVSource
 from dflash_lightning.ops.fused import FusedSwiGLU, is_plain
-from dflash_lightning.ops.norm import RMSNorm, trains
+from dflash_lightning.ops.norm import RMSNorm, norm_for_products, trains
 from dflash_lightning.ops.rotary import Rotation, make_rotation, norm_and_rotate
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -131,7 +131,7 @@ class SwiGLU(nn.Module):
     def forward(self, x: Float[Tensor, "*rows H"]) -> Float[Tensor, "*rows H"]:
         gate, up = self.gate_proj(x), self.up_proj(x)
         if self._fuses(gate):
-            return FusedSwiGLU.apply(gate, up, self.down_proj.weight)
+            return FusedSwiGLU.apply(gate, up, self.down_proj.weight.to(gate.dtype))
         return self.down_proj(self.act(gate) * up)
 
     def _fuses(self, gate: Float[Tensor, "*rows I"]) -> bool:
@@ -160,8 +160,8 @@ class DraftLayer(nn.Module):
         self, x: Float[Tensor, "B N K H"], rotation: Rotation, context: ContextState
     ) -> Float[Tensor, "B N K H"]:
         sources = context.sources(self.index, self.self_attn)
-        x = x + self.self_attn(self.input_layernorm(x), rotation, sources)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        x = x + self.self_attn(norm_for_products(x, self.input_layernorm), rotation, sources)
+        return x + self.mlp(norm_for_products(x, self.post_attention_layernorm))
 
     def step(
         self,

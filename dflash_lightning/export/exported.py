@@ -14,6 +14,7 @@ from dflash_lightning.export.formats import FORMATS
 from dflash_lightning.export.replay import Replay
 from dflash_lightning.files import CONFIG_FILE, REPLAY_FILE
 from dflash_lightning.model.files import WEIGHTS_FILE, read_object
+from dflash_lightning.model.stated import check_kinds
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class Exported:
             ValueError: it is none, or a file of it cannot be read.
         """
         raw, replay = (_read_json(folder, name) for name in (CONFIG_FILE, REPLAY_FILE))
+        check_kinds(raw, str(folder))
         found = Replay.from_json(replay)
         if found.format not in FORMATS:
             raise ValueError(f"{folder}: {REPLAY_FILE} is of format {found.format!r}, known are {list(FORMATS)}.")

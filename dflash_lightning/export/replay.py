@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -66,9 +66,34 @@ class Replay:
         """
         try:
             prompts = [RecordedPrompt(**prompt) for prompt in raw["prompts"]]
-            return cls(**{**raw, "prompts": prompts})
+            replay = cls(**{**raw, "prompts": prompts})
+            if wrong := [*_faults(replay)]:
+                raise TypeError(f"{', '.join(wrong)} is of another kind")
+            return replay
         except (KeyError, TypeError) as error:
             raise ValueError(f"{REPLAY_FILE}: it is no replay of `dflash export` ({error}). Export again.") from error
+
+
+def _faults(replay: Replay) -> Iterator[str]:
+    """Fields of a replay whose values are of another kind than ``dflash export`` writes."""
+    yield from (name for name in ("format", "dtype") if not isinstance(getattr(replay, name), str))
+    yield from (name for name in ("target", "tensors") if not isinstance(getattr(replay, name), dict))
+    for number, prompt in enumerate(replay.prompts, start=1):
+        lists = {name: getattr(prompt, name) for name in ("prompt_ids", "output_ids", "committed", "draft_ids")}
+        for name, value in lists.items():
+            if not _is_ids(value) or not (value or name == "committed"):  # a single token takes no round
+                yield f"{name} of prompt {number}"
+        rows = prompt.logit_ids
+        if not isinstance(rows, list) or not all(map(_is_ids, rows)) or not _alike(prompt.logits, rows):
+            yield f"logit_ids or logits of prompt {number}"
+
+
+def _alike(logits: Any, rows: list[list[int]]) -> bool:
+    """Whether there is a number for every id."""
+    if not isinstance(logits, list) or not all(isinstance(row, list) for row in logits):
+        return False
+    numbers = all(type(value) in (int, float) for row in logits for value in row)
+    return numbers and [len(row) for row in logits] == [len(row) for row in rows]
 
 
 def merge_observed(replay: Replay, raw: Mapping[str, Any]) -> list[RecordedPrompt]:

@@ -161,6 +161,12 @@ def check_config(config: DraftConfig) -> None:
         )
     check_rope(config.rope_parameters or {}, where="rope_parameters")
     assert config.alignment  # refuses block size and label layout by itself
+    if 0 < config.max_position_embeddings < config.block_size:
+        raise SettingError(
+            "block.block_size",
+            f"{config.block_size} slots are more than the {config.max_position_embeddings} positions that there are",
+            do="Use 16 or a number near it",
+        )
     if config.hidden_size != config.target_hidden_size:
         raise SettingError(
             "hidden_size",

@@ -21,13 +21,16 @@ from transformers.utils import cached_file, logging
 from dflash_lightning.draft_config import NESTED, DraftConfig, check_contract
 from dflash_lightning.files import CONFIG_FILE
 from dflash_lightning.model.foreign import OURS, ForeignFormat, adopt_settings, explain_tensors, source_of
+from dflash_lightning.model.stated import check_kinds
 from dflash_lightning.model.vocabulary import VOCABULARY_MAPS, take_extras
-from dflash_lightning.model.weights import check_stored, check_tensors, check_unquantised
+from dflash_lightning.model.weights import check_tensors, check_unquantised, stored_shapes, weight_files
 
 WEIGHTS_FILE = "model.safetensors"
 PARTS = ("conditioning.", "drafter.", "head.")
 _BLOCKS = (NESTED, "rope_parameters", "rope_scaling", "target", "transformer_layer_config", "speculators_config")
 COMPILED = "_orig_mod."
+# What libraries raise of settings that they cannot compute with.
+_UNREADABLE = (TypeError, RuntimeError, ArithmeticError, LookupError, AttributeError)
 
 
 def file_names(model: torch.nn.Module) -> dict[str, str]:
@@ -85,11 +88,14 @@ def read_object(file: Path, advice: str) -> dict[str, Any]:
 def _make_config(raw: Mapping[str, Any], folder: str | Path) -> DraftConfig:
     check_contract(raw, str(folder))
     check_unquantised(raw, str(folder))
+    check_kinds(raw, str(folder))
     try:
         settings = dict(raw) if source_of(raw) is OURS else adopt_settings(raw, str(folder))
         return DraftConfig.from_dict(settings)
     except StrictDataclassError as error:
         raise ValueError(f"{folder}: {CONFIG_FILE} contradicts itself ({error.__cause__}). Correct it.") from error
+    except _UNREADABLE as error:  # settings of transformers' own, which are not known here
+        raise ValueError(f"{folder}: {CONFIG_FILE} cannot be read ({_said(error)}). Correct it.") from error
 
 
 def load_draft_weights(
@@ -107,21 +113,18 @@ def load_draft_weights(
         source, config = source_of(raw), _make_config(raw, path)
     else:
         check_unquantised(config.to_dict(), str(path))
-    try:
-        with torch.device("meta"):
-            names = file_names(cls(config))
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+    planned = planned_model(cls, config, str(path))
+    names = file_names(planned)
     want_info = kwargs.pop("output_loading_info", False)
     mapping = _key_mapping(names, source)
     kwargs |= {"key_mapping": mapping, "output_loading_info": True, "ignore_mismatched_sizes": True}
     with without_load_report():  # the faults are listed here, and extras are no fault
         try:
-            check_stored(path, **hub)
+            _check_shapes(planned, _renamed(stored_shapes(path, **hub), mapping, str(path)), source, str(path))
             model, info = load(str(path), *args, config=config, **kwargs)
         except SafetensorError as error:
             raise _unreadable(path, WEIGHTS_FILE, error) from error
-    extras = {*source.copies, *(VOCABULARY_MAPS if source.maps_vocabulary else ())} & {*info["unexpected_keys"]}
+    extras = _extras_of(source) & {*info["unexpected_keys"]}
     _check_loaded(info, extras, str(path))
     check_tensors({names[key]: value for key, value in model.state_dict().items()}, str(path))
     if extras:
@@ -134,6 +137,68 @@ def _unreadable(folder: str | Path, file: str, error: SafetensorError) -> ValueE
     there = Path(folder) / file
     named = there if there.is_file() else f"{folder}: a file of its weights"
     return ValueError(f"{named} cannot be read ({error}): cut short, or no safetensors. Copy or export it again.")
+
+
+def planned_model(cls: type[Any], config: DraftConfig, where: str) -> Any:
+    """The model that a file's settings describe, without weights.
+
+    Raises:
+        ValueError: they describe none, in our words or in those of the library that cannot build it.
+    """
+    try:
+        with torch.device("meta"):
+            return cls(config)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+    except _UNREADABLE as error:
+        raise ValueError(
+            f"{where}: no drafter can be built from the settings that are stated ({_said(error)}). Correct them, or "
+            "take the file as it was saved. Nothing was loaded."
+        ) from error
+
+
+def _said(error: Exception) -> str:
+    return str(error).partition("\n")[0][:160]
+
+
+def _extras_of(source: ForeignFormat) -> set[str]:
+    """Tensors that a program's files may hold besides the drafter's."""
+    return {*source.copies, *(VOCABULARY_MAPS if source.maps_vocabulary else ())}
+
+
+def _renamed(stored: Mapping[str, torch.Size], mapping: Mapping[str, str], where: str) -> dict[str, torch.Size]:
+    """Shapes of a file's tensors by their names here.
+
+    Raises:
+        ValueError: two tensors have one name here, so it is open which of them is the drafter's.
+    """
+    found: dict[str, tuple[str, torch.Size]] = {}
+    for name, shape in stored.items():
+        begins = (re.sub(there, here, name) for there, here in mapping.items() if re.match(there, name))
+        first, _ = found.setdefault(next(begins, name), (name, shape))
+        if first != name:
+            raise ValueError(
+                f"{where}: the weights hold {first} and {name}, which are two spellings of one tensor, so it is open "
+                "which one was trained. Remove the other one. Nothing was loaded."
+            )
+    return {name: shape for name, (_, shape) in found.items()}
+
+
+def _check_shapes(
+    planned: torch.nn.Module, stored: Mapping[str, torch.Size], source: ForeignFormat, where: str
+) -> None:
+    """Refuse files whose headers show tensors of other shapes than the settings say: before memory is taken for them.
+
+    Raises:
+        ValueError: lists all that is wrong with the tensors.
+    """
+    wanted = {name: value.shape for name, value in planned.state_dict().items()}
+    other = [(name, stored[name], shape) for name, shape in wanted.items() if stored.get(name, shape) != shape]
+    if other:
+        unexpected = stored.keys() - wanted.keys()
+        missing = wanted.keys() - stored.keys()
+        info = {"missing_keys": missing, "unexpected_keys": unexpected, "mismatched_keys": other}
+        _check_loaded(info, _extras_of(source) & unexpected, where)
 
 
 def _check_loaded(info: Mapping[str, Any], extras: AbstractSet[str], where: str) -> None:
@@ -162,15 +227,11 @@ def _key_mapping(names: Mapping[str, str], source: ForeignFormat) -> dict[str, s
 
 
 def read_tensors(folder: str | Path, names: Sequence[str], **hub: Any) -> dict[str, Tensor]:
-    """The tensors ``names`` of a folder of safetensors, whichever of its files each is in."""
-    index = cached_file(str(folder), "model.safetensors.index.json", _raise_exceptions_for_missing_entries=False, **hub)
-    files = {name: WEIGHTS_FILE for name in names}
-    if index is not None:
-        files = {name: json.loads(Path(str(index)).read_text())["weight_map"][name] for name in names}
-    found = {}
-    for name, file in files.items():
-        with safe_open(str(cached_file(str(folder), file, **hub)), "pt") as tensors:
-            found[name] = tensors.get_tensor(name)
+    """Those of the tensors ``names`` that a folder of safetensors has, whichever of its files each is in."""
+    found: dict[str, Tensor] = {}
+    for file in weight_files(folder, **hub):
+        with safe_open(file, "pt") as tensors:
+            found |= {name: tensors.get_tensor(name) for name in {*names} & {*tensors.keys()}}
     return found
 
 

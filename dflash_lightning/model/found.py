@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 
 from dflash_lightning.draft_config import DraftConfig, check_contract
 from dflash_lightning.files import DRAFT_PLACES, find_draft_place
 from dflash_lightning.model import DraftModel, load_draft
-from dflash_lightning.model.files import read_draft_config
+from dflash_lightning.model.files import planned_model, read_draft_config
+from dflash_lightning.model.stated import check_kinds
 from dflash_lightning.model.weights import check_tensors
 
 _PREFIX = "model."  # of the drafter's tensors in a checkpoint
@@ -70,8 +72,10 @@ def read_checkpoint(file: Path, *, setting: str) -> FoundWeights:
     checkpoint = _read(file, setting)
     state = {k.removeprefix(_PREFIX): v for k, v in checkpoint["state_dict"].items() if k.startswith(_PREFIX)}
     check_tensors(state, f"{setting}: {file}")
+    config = _config_of(checkpoint, f"{setting}: {file}")
+    planned_model(DraftModel, config, f"{setting}: {file}")
     with torch.device("cpu"):
-        model = DraftModel(DraftConfig.from_dict(checkpoint["draft_config"]))
+        model = DraftModel(config)
     try:
         model.load_state_dict(state)
     except RuntimeError as error:  # lists the tensors that are missing, unknown or of another shape
@@ -90,7 +94,15 @@ def find_draft_config(path: str | Path, *, setting: str) -> DraftConfig | None:
         return None
     if place.is_dir():
         return read_draft_config(place)
-    return DraftConfig.from_dict(_read(place, setting, mmap=True)["draft_config"])
+    return _config_of(_read(place, setting, mmap=True), f"{setting}: {place}")
+
+
+def _config_of(checkpoint: dict[str, Any], where: str) -> DraftConfig:
+    try:
+        config: DraftConfig = DraftConfig.from_dict(checkpoint["draft_config"])
+    except StrictDataclassError as error:
+        raise ValueError(f"{where}: its draft_config contradicts itself ({error.__cause__}). {DRAFT_PLACES}") from error
+    return config
 
 
 def read_history(file: Path) -> list[dict[str, float]]:
@@ -116,6 +128,7 @@ def _read(file: Path, setting: str, *, mmap: bool = False) -> dict[str, Any]:
         if not isinstance(checkpoint.get(name), dict):
             raise ValueError(f"{setting}: {file} is damaged: its {name} is absent or no mapping. {DRAFT_PLACES}")
     check_contract(checkpoint["draft_config"], f"{setting}: {file}")
+    check_kinds(checkpoint["draft_config"], f"{setting}: {file}")
     return checkpoint
 
 

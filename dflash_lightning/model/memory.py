@@ -15,7 +15,7 @@ import torch
 from dflash_lightning.geometry import LayerGeometry
 from dflash_lightning.model import DraftModel
 from dflash_lightning.ops.fused import can_fuse
-from dflash_lightning.ops.lm_head import chunk_bytes
+from dflash_lightning.ops.head_products import chunk_rows, packed_copies
 from dflash_lightning.target import FrozenTarget
 from dflash_lightning.types import FeatureSpec
 
@@ -23,9 +23,8 @@ from dflash_lightning.types import FeatureSpec
 # an eighth of what was measured, on either side.
 _SPLIT = 1.03
 _WIDE = 4  # bytes of float32: parameters, gradients, optimizer, norms
-# Logits of a chunk, their probabilities and the gradient; one, where the gradient takes the logits' memory. Where
-# products are narrow, chunks do not share memory: one is given back when the next one's logits exist already.
-_CHUNKS, _CHUNKS_BEFORE = 3, 2
+# Logits of a chunk, their probabilities and the gradient; one, where the gradient takes the logits' memory.
+_CHUNKS = 3
 # What makes a part smaller, as settings of a recipe.
 ADVICE = {
     "target": "a smaller target, or target.dtype=bfloat16",
@@ -36,6 +35,7 @@ ADVICE = {
     "callbacks=[.., activation_checkpointing], which makes them a second time",
     "features": "fewer tokens per micro-batch (data.row_tokens, data.rows_per_batch, with "
     "trainer.accumulate_grad_batches to match), or conditioning.num_features",
+    "next batch": "data.prefetch_features=false, which makes the features of a batch when it is its turn",
     "logits": "draft_vocabulary=data, which leaves out tokens that the training rows do not have",
 }
 
@@ -89,11 +89,14 @@ def step_memory(
     blocks: int,
     autocast: torch.dtype | None = None,
     checkpointed: bool = False,
+    ahead: bool = False,
 ) -> StepMemory:
     """Of a micro-batch with ``tokens`` positions and ``blocks`` blocks, over all its rows.
 
     ``autocast`` is what products are computed in where that is not float32. On a CPU less is kept of what is float32
-    (``ops.fused``). ``checkpointed`` layers keep their inputs, and the rest of one layer at a time.
+    (``ops.fused``). ``checkpointed`` layers keep their inputs, and the rest of one layer at a time. ``ahead``
+    says that the target reads the next micro-batch during the step: the memory of that pass is not free for the step's
+    activations then, and besides its features those of the batch before may not be given back yet (``data.ahead``).
     """
     fused = can_fuse(next(draft.parameters()))
     config, weights = draft.config, sum(p.numel() for p in draft.parameters())
@@ -107,18 +110,32 @@ def step_memory(
     # The last norm's, and the angles. The first layer's input is not kept, since it needs no gradient; where norms are
     # fused it is, and the last norm keeps one number less per feature.
     kept += slots * (config.hidden_size + 2 * config.head_dim) * _WIDE
-    norm = 1 if fused and autocast is None else 2  # of the joined features, beside its result
-    kept += tokens * config.hidden_size * (narrow + norm * _WIDE)
+    kept += tokens * config.hidden_size * (2 * narrow if fused else narrow + 2 * _WIDE)  # the joined features' norm
     kept += 0 if autocast is None else (weights + tokens * width) * narrow  # copies of weights and features
+    features = tokens * (width + keys) * target.dtype.itemsize
     parts = {
         "target": sum(p.numel() * p.element_size() for p in target.model.parameters()),
         "drafter": _WIDE * weights,
         "gradients and optimizer": 3 * _WIDE * trained,  # AdamW has two moments
         "activations": kept,
-        "features": tokens * (width + keys) * target.dtype.itemsize,
+        "features": features,
+        **({"next batch": 2 * features + _pass_bytes(target, tokens)} if ahead else {}),
         "logits": _logit_bytes(draft, target, spec, blocks * config.alignment.num_drafts, autocast),
     }
     return StepMemory(parts)
+
+
+def _pass_bytes(target: FrozenTarget, tokens: int) -> int:
+    """What the target's pass holds at the most besides its results: one layer, without gradients.
+
+    In the MLP that is the layer's input, what comes out of attention and its norm, and three of the inner numbers: one
+    factor, the other, their product. Experts, of which a token runs few, hold less. Attention with wide heads holds
+    more: queries with their halves turned, and what comes out.
+    """
+    facts = target.facts
+    queries, keys = facts.num_heads * facts.head_dim, facts.num_kv_heads * facts.head_dim
+    mlp, attention = 3 * facts.hidden_size + 3 * facts.intermediate_size, 2 * facts.hidden_size + 4 * queries + 2 * keys
+    return tokens * max(mlp, attention) * target.dtype.itemsize
 
 
 def _slot_bytes(geometry: LayerGeometry, narrow: int, fused: bool) -> int:
@@ -126,14 +143,15 @@ def _slot_bytes(geometry: LayerGeometry, narrow: int, fused: bool) -> int:
 
     A norm keeps its input and what it has divided, in float32. Its result is kept as the input of a linear layer; in
     narrow products that is a copy in their dtype, one for each of the five layers that read it. ``fused`` norms keep
-    one number instead of what they have divided, and a fused MLP keeps what comes out of its first two layers.
+    one number instead of what they have divided, and write in the products' dtype; a fused MLP keeps what comes out of
+    its first two layers.
     """
     hidden, queries, keys, inner = geometry.hidden_size, *_widths(geometry)
     sums = 2 * geometry.num_attention_heads + geometry.num_key_value_heads + 2
-    if fused and narrow == _WIDE:
+    if fused:
         mlp = (2 if geometry.hidden_act == "silu" else 4) * inner
-        return _WIDE * (4 * hidden + 3 * (queries + keys) + mlp + sums)
-    norms = 6 * hidden * _WIDE if narrow == _WIDE else hidden * ((2 if fused else 4) * _WIDE + 5 * narrow)
+        return 2 * hidden * (_WIDE + narrow) + (3 * (queries + keys) + mlp) * narrow + sums * _WIDE
+    norms = 6 * hidden * _WIDE if narrow == _WIDE else hidden * (4 * _WIDE + 5 * narrow)
     heads = (queries + keys) * 2 * (_WIDE + narrow)  # before and in their norm; rotated keys, values, queries, output
     return norms + heads + 4 * inner * narrow + sums * _WIDE
 
@@ -141,7 +159,7 @@ def _slot_bytes(geometry: LayerGeometry, narrow: int, fused: bool) -> int:
 def _context_bytes(geometry: LayerGeometry, narrow: int, fused: bool) -> int:
     """What one layer keeps of a context row: key before and in its norm, and rotated; value; angles."""
     _, keys, _ = _widths(geometry)
-    rows = 3 * keys * _WIDE if fused and narrow == _WIDE else 2 * keys * (_WIDE + narrow)
+    rows = 3 * keys * narrow if fused else 2 * keys * (_WIDE + narrow)
     return rows + (2 * geometry.head_dim + geometry.num_key_value_heads) * _WIDE
 
 
@@ -154,16 +172,16 @@ def _widths(geometry: LayerGeometry) -> tuple[int, int, int]:
 def _logit_bytes(
     draft: DraftModel, target: FrozenTarget, spec: FeatureSpec, rows: int, autocast: torch.dtype | None
 ) -> int:
-    """The chunks of logits that exist at a time, and the hidden rows with their gradients."""
-    columns = draft.config.draft_vocab_size or target.facts.vocab_size
-    most = max(1, chunk_bytes(draft.device) // (_WIDE * columns))
-    several = autocast is not None and rows > most
-    if can_fuse(next(draft.parameters())) and not spec.last_hidden:
-        chunks = 1 + several
-    else:
-        chunks = _CHUNKS + _CHUNKS_BEFORE * several + 2 * spec.last_hidden
-    narrow = 0 if autocast is None else autocast.itemsize
-    return min(rows, most) * columns * (chunks * _WIDE + narrow) + 2 * rows * draft.config.hidden_size * _WIDE
+    """The chunks of logits that exist at a time, copies of the head, and the hidden rows with their gradients."""
+    columns, width = draft.config.draft_vocab_size or target.facts.vocab_size, draft.config.hidden_size
+    narrow = _WIDE if autocast is None else autocast.itemsize
+    copies = packed_copies(draft.device, columns * width * narrow)
+    over = can_fuse(next(draft.parameters())) and not spec.last_hidden  # all is read from logits as they are stored
+    each = narrow if over else (_CHUNKS + 2 * spec.last_hidden) * _WIDE + (narrow if autocast is not None else 0)
+    size, buffers = (narrow, 1) if over else (_WIDE, _CHUNKS)
+    most = chunk_rows(draft.device, columns, itemsize=size, packed=copies > 0, buffers=buffers)
+    head = (copies if autocast is None else max(1, copies)) * columns * width * narrow  # its cast, or laid out
+    return min(rows, most) * columns * each + head + 2 * rows * width * _WIDE
 
 
 def size_text(count: int) -> str:

@@ -22,6 +22,7 @@ def take_extras(model: Any, extras: Mapping[str, Tensor], where: str) -> None:
         ValueError: the maps contradict each other or the configuration.
     """
     config = model.config
+    _check_copies(extras, config, where)
     ids = torch.arange(config.vocab_size)
     if "d2t" in extras:
         ids = draft_ids(extras["d2t"], extras.get("t2d"), vocab_size=config.vocab_size, where=where)
@@ -31,6 +32,11 @@ def take_extras(model: Any, extras: Mapping[str, Tensor], where: str) -> None:
                 "its head would belong to others. Sort d2t, and the rows of the head alike. Nothing was loaded."
             )
         if config.draft_vocab_size is not None:
+            if len(ids) != config.draft_vocab_size:
+                raise ValueError(
+                    f"{where}: d2t maps {len(ids)} tokens, but config.json states draft_vocab_size="
+                    f"{config.draft_vocab_size}. One of the two belongs to another drafter. Nothing was loaded."
+                )
             model.draft_vocab.copy_(ids.sort().values)
         elif len(ids) != config.vocab_size:
             raise ValueError(
@@ -45,6 +51,24 @@ def take_extras(model: Any, extras: Mapping[str, Tensor], where: str) -> None:
         config.target = {**config.target, "rows": rows}
 
 
+def _check_copies(extras: Mapping[str, Tensor], config: Any, where: str) -> None:
+    """Refuse copies of the target's weights that are those of a model of other sizes.
+
+    Raises:
+        ValueError: names the tensor and the shape that it should have.
+    """
+    whole, reduced = config.vocab_size, config.draft_vocab_size or config.vocab_size
+    if "d2t" in extras and config.draft_vocab_size is None:
+        reduced = extras["d2t"].numel()
+    sizes = {_EMBEDDING: whole, **dict.fromkeys(_HEADS, reduced)}
+    for name, size in sizes.items():
+        if name in extras and tuple(extras[name].shape) != (size, config.hidden_size):
+            raise ValueError(
+                f"{where}: {name} has the shape {tuple(extras[name].shape)}, but a copy of the target's would have "
+                f"{(size, config.hidden_size)} by config.json. It is of another target. Nothing was loaded."
+            )
+
+
 def draft_ids(
     d2t: Int[Tensor, " v"], t2d: Bool[Tensor, " V"] | None, *, vocab_size: int, where: str
 ) -> Int[Tensor, " v"]:
@@ -54,6 +78,12 @@ def draft_ids(
         ValueError: two draft ids stand for one token, a token is outside the target's vocabulary, or ``t2d`` marks
             other tokens than ``d2t`` names.
     """
+    for name, map_ in (("d2t", d2t), ("t2d", t2d)):
+        if map_ is not None and (map_.ndim != 1 or not len(map_) or map_.is_floating_point()):
+            raise ValueError(
+                f"{where}: {name} is no list of ids but {str(map_.dtype).removeprefix('torch.')} of shape "
+                f"{tuple(map_.shape)}. The file is damaged, or of another format than speculators'."
+            )
     ids = d2t.long() + torch.arange(len(d2t))
     marked = set(ids.tolist()) if t2d is None else set(t2d.nonzero().flatten().tolist())
     named = set(ids.tolist())

@@ -40,29 +40,31 @@ def check_unquantised(raw: Mapping[str, Any], where: str) -> None:
                 )
 
 
-def check_stored(folder: str | Path, **hub: Any) -> None:
-    """Refuse files whose tensors are codes (int8, fp8 and the like), from their headers alone.
+def stored_shapes(folder: str | Path, **hub: Any) -> dict[str, torch.Size]:
+    """Shapes of all tensors of a folder or repository by name, from the files' headers; empty without safetensors.
 
-    A loader would cast the codes to floating point and draft with them.
+    Files whose tensors are codes (int8, fp8 and the like) are refused: a loader would cast them and draft with them.
 
     Raises:
-        ValueError: lists the tensors.
+        ValueError: lists tensors that are codes; a file of several is missing.
         SafetensorError: a file is damaged.
     """
-    codes = {}
-    for file in _weight_files(folder, **hub):
+    codes, shapes = {}, {}
+    for file in weight_files(folder, **hub):
         with safe_open(file, "pt") as stored:
             for name in stored.keys():  # noqa: SIM118 (no mapping)
-                kind = str(stored.get_slice(name).get_dtype())
+                part = stored.get_slice(name)
+                kind, shapes[name] = str(part.get_dtype()), torch.Size(part.get_shape())
                 if name not in IDS and kind not in _NUMBERS:
                     codes[name] = kind
     _refuse_codes(codes or _codes_of_pickle(folder, **hub), str(folder))
+    return shapes
 
 
 def _codes_of_pickle(folder: str | Path, **hub: Any) -> dict[str, str]:
     """The same of a folder whose weights are in torch's own format; what cannot be read is left to the loader."""
     quiet = {"_raise_exceptions_for_missing_entries": False, **hub}
-    if _weight_files(folder, **hub) or (file := cached_file(str(folder), "pytorch_model.bin", **quiet)) is None:
+    if weight_files(folder, **hub) or (file := cached_file(str(folder), "pytorch_model.bin", **quiet)) is None:
         return {}
     try:
         state = torch.load(str(file), map_location="meta", weights_only=True)
@@ -71,22 +73,30 @@ def _codes_of_pickle(folder: str | Path, **hub: Any) -> dict[str, str]:
     return {name: str(v.dtype).removeprefix("torch.") for name, v in state.items() if is_code(name, v)}
 
 
-def _weight_files(folder: str | Path, **hub: Any) -> list[str]:
-    """The safetensors files of a folder or repository; none where the weights are kept otherwise.
+def weight_files(folder: str | Path, **hub: Any) -> list[str]:
+    """The safetensors files of a folder or repository that a loader reads; none where weights are kept otherwise.
+
+    A single file goes before an index, as transformers has it.
 
     Raises:
-        ValueError: the index is damaged.
+        ValueError: the index is damaged, or names a file that is not there.
     """
     quiet = {"_raise_exceptions_for_missing_entries": False, **hub}
-    index = cached_file(str(folder), "model.safetensors.index.json", **quiet)
-    names = ["model.safetensors"]
-    if index is not None:
-        try:
-            names = sorted({*json.loads(Path(str(index)).read_text(encoding="utf-8"))["weight_map"].values()})
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{index} is no index of weights ({error!r}). Copy or export the folder again.") from error
-    found = (cached_file(str(folder), name, **quiet) for name in names)
-    return [str(file) for file in found if file is not None]
+    if (single := cached_file(str(folder), "model.safetensors", **quiet)) is not None:
+        return [str(single)]
+    if (index := cached_file(str(folder), "model.safetensors.index.json", **quiet)) is None:
+        return []
+    try:
+        names = sorted({*json.loads(Path(str(index)).read_text(encoding="utf-8"))["weight_map"].values()})
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{index} is no index of weights ({error!r}). Copy or export the folder again.") from error
+    found = {name: cached_file(str(folder), str(name), **quiet) for name in names}
+    if missing := [str(name) for name, file in found.items() if file is None]:
+        raise ValueError(
+            f"{folder}: its index names {_listed(missing)}, which is not there. Copy the rest of its weights too. "
+            "Nothing was loaded."
+        )
+    return [str(file) for file in found.values()]
 
 
 def check_tensors(state: Mapping[str, Tensor], where: str) -> None:

@@ -45,7 +45,7 @@ def block_attention(
     ``|i - j| < W``. Sources may have Hkv or Hq heads. One block per row, or several with one interval (decoding), is
     plain masked attention over the whole context buffer, without a Python branch on tensor values, so that it compiles
     to one static graph; many blocks go through ``flex_attention`` on CUDA (it has no CPU backward), through
-    ``ops.fused_attention`` in float32 on the CPU, and through ``ops.chunked_attention`` elsewhere.
+    ``ops.fused_attention`` in float32 or bfloat16 on the CPU, and through ``ops.chunked_attention`` elsewhere.
     ``dense`` takes the first way for any number of blocks: for a few short ones, as the lanes of a draft are.
     """
     num_blocks, block_size = q.shape[1:3]

@@ -1,12 +1,30 @@
-// Passes over rows of float32 for which PyTorch needs several operations each, forwards and backwards. Each names the
-// formula that it computes; tests hold it against the same in PyTorch and in float64.
+// Passes over rows for which PyTorch needs several operations each, forwards and backwards. Each names the formula that
+// it computes; tests hold it against the same in PyTorch and in float64.
 //
-// Rows are shared out among `threads`; sums over rows are added up in the order of the threads.
+// Rows are float or bfloat16 (X, Y); what is computed in between is float. Rows are shared out among `threads`; sums over
+// rows are added up in the order of the threads.
 
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <vector>
+
+// A float without its last 16 bits. It is read as that float, and written rounded to the nearest, ties to even.
+struct bfloat16 {
+  uint16_t bits;
+  operator float() const {
+    const uint32_t wide = static_cast<uint32_t>(bits) << 16;
+    float x;
+    std::memcpy(&x, &wide, sizeof x);
+    return x;
+  }
+  void operator=(float x) {
+    uint32_t wide;
+    std::memcpy(&wide, &x, sizeof wide);
+    const uint32_t rounded = (wide + 0x7FFFu + (wide >> 16 & 1u)) >> 16;
+    bits = static_cast<uint16_t>(x == x ? rounded : 0x7FC0u);  // rounding could turn a NaN into infinity
+  }
+};
 
 // exp(x) for -87 <= x <= 88 to within two units in the last place, without a branch, so that loops of it vectorise.
 // x = n ln 2 + r with |r| <= ln(2) / 2. Adding MAGIC rounds to a whole number, which then stands in the lowest bits.
@@ -32,18 +50,19 @@ static inline float power(float x) {
 }
 
 static inline float at_least(float x, float floor) { return x < floor ? floor : x; }  // NaN stays NaN
+static inline float greater(float x, float most) { return x > most ? x : most; }
 
 // -- softmax over a vocabulary ---------------------------------------------------------------------------------------
 
 // top[r] = max_v x[r, v]; total[r] = sum_v exp(max(x[r, v] - top[r], floor)).
-extern "C" void softmax_sums(const float *x, float *top, float *total, int64_t rows, int64_t V, float floor,
-                             int64_t threads) {
+template <typename X>
+void softmax_sums(const X *x, float *top, float *total, int64_t rows, int64_t V, float floor, int64_t threads) {
 #pragma omp parallel for schedule(static) num_threads(threads)
   for (int64_t r = 0; r < rows; r++) {
-    const float *row = x + r * V;
+    const X *row = x + r * V;
     float most = row[0], sum = 0.0f;
 #pragma omp simd reduction(max : most)
-    for (int64_t v = 0; v < V; v++) most = row[v] > most ? row[v] : most;
+    for (int64_t v = 0; v < V; v++) most = greater(row[v], most);
     // Sums of a thousand numbers at a time, so that rounding does not grow with the vocabulary.
     for (int64_t begin = 0; begin < V; begin += 1024) {
       const int64_t end = begin + 1024 < V ? begin + 1024 : V;
@@ -58,13 +77,14 @@ extern "C" void softmax_sums(const float *x, float *top, float *total, int64_t r
 }
 
 // out[r, v] = factor[r] exp(max(x[r, v] - top[r], floor)); out may be x.
-extern "C" void softmax_write(const float *x, const float *top, const float *factor, float *out, int64_t rows,
-                              int64_t V, float floor, int64_t threads) {
+template <typename X, typename Y>
+void softmax_write(const X *x, const float *top, const float *factor, Y *out, int64_t rows, int64_t V, float floor,
+                   int64_t threads) {
 #pragma omp parallel for schedule(static) num_threads(threads)
   for (int64_t r = 0; r < rows; r++) {
     const float most = top[r], scale = factor[r];
-    const float *row = x + r * V;
-    float *to = out + r * V;
+    const X *row = x + r * V;
+    Y *to = out + r * V;
 #pragma omp simd
     for (int64_t v = 0; v < V; v++) to[v] = scale * power(at_least(row[v] - most, floor));
   }
@@ -74,15 +94,19 @@ extern "C" void softmax_write(const float *x, const float *top, const float *fac
 
 // n = w x s with s = 1 / sqrt(mean(x^2) + eps). Without cos, y = n. With cos and sin [rows / heads, D], features i and
 // i + D/2 of n are turned: y_i = n_i cos_i - n_j sin_i and y_j = n_j cos_j + n_i sin_j, j = i + D/2.
-extern "C" void norm_rows(const float *x, const float *w, const float *cos, const float *sin, float *y, float *scale,
-                          int64_t rows, int64_t D, int64_t heads, float eps, int64_t threads) {
+template <typename X, typename Y>
+void norm_rows(const X *x, const float *w, const float *cos, const float *sin, Y *y, float *scale, int64_t rows,
+               int64_t D, int64_t heads, float eps, int64_t threads) {
 #pragma omp parallel for schedule(static) num_threads(threads)
   for (int64_t r = 0; r < rows; r++) {
-    const float *row = x + r * D;
-    float *to = y + r * D;
+    const X *row = x + r * D;
+    Y *to = y + r * D;
     float squares = 0.0f;
 #pragma omp simd reduction(+ : squares)
-    for (int64_t i = 0; i < D; i++) squares += row[i] * row[i];
+    for (int64_t i = 0; i < D; i++) {
+      const float v = row[i];
+      squares += v * v;
+    }
     const float s = 1.0f / std::sqrt(squares / D + eps);
     scale[r] = s;
     if (cos == nullptr) {
@@ -102,9 +126,9 @@ extern "C" void norm_rows(const float *x, const float *w, const float *cos, cons
 }
 
 // Gradients of norm_rows: gx [rows, D], and gw [threads, D], to be summed over threads, in double precision.
-extern "C" void norm_rows_back(const float *g, const float *x, const float *w, const float *cos, const float *sin,
-                               const float *scale, float *gx, double *gw, int64_t rows, int64_t D, int64_t heads,
-                               int64_t threads) {
+template <typename X, typename Y>
+void norm_rows_back(const Y *g, const X *x, const float *w, const float *cos, const float *sin, const float *scale,
+                    X *gx, double *gw, int64_t rows, int64_t D, int64_t heads, int64_t threads) {
   constexpr int64_t RUN = 64;  // rows whose share of gw is summed in float
   const int64_t half = D / 2;
 #pragma omp parallel for schedule(static, 1) num_threads(threads)
@@ -117,10 +141,12 @@ extern "C" void norm_rows_back(const float *g, const float *x, const float *w, c
     for (int64_t begin = rows * thread / threads; begin < last; begin += RUN) {
       for (int64_t i = 0; i < D; i++) share[i] = 0.0f;
       for (int64_t r = begin; r < last && r < begin + RUN; r++) {
-        const float *row = x + r * D, *in = g + r * D;
+        const X *row = x + r * D;
+        const Y *in = g + r * D;
         const float s = scale[r];
         if (cos == nullptr) {
-          std::memcpy(turned, in, D * sizeof(float));
+#pragma omp simd
+          for (int64_t i = 0; i < D; i++) turned[i] = in[i];
         } else {
           const float *c = cos + r / heads * D, *t = sin + r / heads * D;
 #pragma omp simd
@@ -137,7 +163,7 @@ extern "C" void norm_rows_back(const float *g, const float *x, const float *w, c
           dot += turned[i] * row[i];
         }
         const float along = dot * s * s * s / D;
-        float *to = gx + r * D;
+        X *to = gx + r * D;
 #pragma omp simd
         for (int64_t i = 0; i < D; i++) to[i] = turned[i] * s - row[i] * along;
       }
@@ -154,15 +180,19 @@ static inline float sigmoid(float x) {
 }
 
 // h = gate sigmoid(gate) up.
-extern "C" void gated(const float *gate, const float *up, float *h, int64_t count, int64_t threads) {
+template <typename X>
+void gated(const X *gate, const X *up, X *h, int64_t count, int64_t threads) {
 #pragma omp parallel for simd schedule(static) num_threads(threads)
-  for (int64_t i = 0; i < count; i++) h[i] = gate[i] * sigmoid(gate[i]) * up[i];
+  for (int64_t i = 0; i < count; i++) {
+    const float x = gate[i];
+    h[i] = x * sigmoid(x) * up[i];
+  }
 }
 
 // h once more, and its gradients: d gate = dh up (s + gate s (1 - s)), d up = dh gate s, with s = sigmoid(gate). They may
 // be written over dh and h: `dgate` may be `dh`.
-extern "C" void gated_back(const float *dh, const float *gate, const float *up, float *h, float *dgate, float *dup,
-                           int64_t count, int64_t threads) {
+template <typename X>
+void gated_back(const X *dh, const X *gate, const X *up, X *h, X *dgate, X *dup, int64_t count, int64_t threads) {
 #pragma omp parallel for simd schedule(static) num_threads(threads)
   for (int64_t i = 0; i < count; i++) {
     const float in = dh[i], x = gate[i], u = up[i], s = sigmoid(x), act = x * s;
@@ -186,50 +216,59 @@ static inline const int32_t *seen(const int32_t *ranges, const Rows &s, int64_t 
   return ranges + (n * s.slots + k) * s.parts * 2;
 }
 
-// Scores become probabilities, 0 where a row does not see; lse[row] = log sum exp of what it sees.
-extern "C" void attend(float *const *scores, const int64_t *columns, const int32_t *ranges, float *lse,
-                       const Rows *shape, int64_t threads) {
+// Scores become probabilities of `scale` times the scores, 0 where a row does not see. lse[row] = log sum exp of what it
+// sees.
+template <typename X>
+void attend(X *const *scores, const int64_t *columns, const int32_t *ranges, float *lse, const Rows *shape, float scale,
+            int64_t threads) {
   const Rows s = *shape;
   const int64_t rows = s.count();
-#pragma omp parallel for schedule(static) num_threads(threads)
-  for (int64_t r = 0; r < rows; r++) {
-    const int32_t *range = seen(ranges, s, r);
-    float most = -INFINITY, total = 0.0f;
-    for (int64_t p = 0; p < s.parts; p++) {
-      const float *row = scores[p] + r * columns[p];
-      const int32_t end = range[2 * p + 1];
+  int64_t width = 0;
+  for (int64_t p = 0; p < s.parts; p++) width += columns[p];
+#pragma omp parallel num_threads(threads)
+  {
+    std::vector<float> buffer(width);  // what a row sees, of all parts
+#pragma omp for schedule(static)
+    for (int64_t r = 0; r < rows; r++) {
+      const int32_t *range = seen(ranges, s, r);
+      float *e = buffer.data(), most = -INFINITY, total = 0.0f;
+      int64_t count = 0;
+      for (int64_t p = 0; p < s.parts; p++) {
+        const int64_t length = range[2 * p + 1] - range[2 * p];
+        const X *row = scores[p] + r * columns[p] + range[2 * p];
+        float *to = e + count;
 #pragma omp simd reduction(max : most)
-      for (int32_t c = range[2 * p]; c < end; c++) most = row[c] > most ? row[c] : most;
-    }
-    for (int64_t p = 0; p < s.parts; p++) {
-      float *row = scores[p] + r * columns[p];
-      const int32_t end = range[2 * p + 1];
-      float sum = 0.0f;
-#pragma omp simd reduction(+ : sum)
-      for (int32_t c = range[2 * p]; c < end; c++) {
-        const float e = power(at_least(row[c] - most, -60.0f));
-        row[c] = e;
-        sum += e;
+        for (int64_t c = 0; c < length; c++) {
+          to[c] = scale * row[c];
+          most = greater(to[c], most);
+        }
+        count += length;
       }
-      total += sum;
-    }
-    const float scale = 1.0f / total;
-    for (int64_t p = 0; p < s.parts; p++) {
-      float *row = scores[p] + r * columns[p];
-      const int32_t first = range[2 * p], end = range[2 * p + 1];
-      for (int64_t c = 0; c < first; c++) row[c] = 0.0f;
+#pragma omp simd reduction(+ : total)
+      for (int64_t c = 0; c < count; c++) {
+        e[c] = power(at_least(e[c] - most, -60.0f));
+        total += e[c];
+      }
+      lse[r] = most + std::log(total);
+      const float factor = 1.0f / total;
+      for (int64_t p = 0; p < s.parts; p++) {
+        X *row = scores[p] + r * columns[p];
+        const int64_t first = range[2 * p], end = range[2 * p + 1];
+        for (int64_t c = 0; c < first; c++) row[c] = 0.0f;
 #pragma omp simd
-      for (int32_t c = first; c < end; c++) row[c] *= scale;
-      for (int64_t c = end; c < columns[p]; c++) row[c] = 0.0f;
+        for (int64_t c = first; c < end; c++) row[c] = factor * e[c - first];
+        for (int64_t c = end; c < columns[p]; c++) row[c] = 0.0f;
+        e += end - first;
+      }
     }
-    lse[r] = most + std::log(total);
   }
 }
 
 // Scores become probabilities p once more, and dp, the gradients of those, becomes that of the scores:
-// p (dp - sum over all columns of p dp).
-extern "C" void attend_back(float *const *scores, float *const *dp, const int64_t *columns, const int32_t *ranges,
-                            const float *lse, const Rows *shape, int64_t threads) {
+// scale p (dp - sum over all columns of p dp).
+template <typename X>
+void attend_back(X *const *scores, X *const *dp, const int64_t *columns, const int32_t *ranges, const float *lse,
+                 const Rows *shape, float scale, int64_t threads) {
   const Rows s = *shape;
   const int64_t rows = s.count();
 #pragma omp parallel for schedule(static) num_threads(threads)
@@ -238,23 +277,68 @@ extern "C" void attend_back(float *const *scores, float *const *dp, const int64_
     const float sum = lse[r];
     float dot = 0.0f;
     for (int64_t p = 0; p < s.parts; p++) {
-      float *row = scores[p] + r * columns[p];
-      const float *slope = dp[p] + r * columns[p];
-      const int32_t first = range[2 * p], end = range[2 * p + 1];
+      X *row = scores[p] + r * columns[p];
+      const X *slope = dp[p] + r * columns[p];
+      const int64_t first = range[2 * p], end = range[2 * p + 1];
       for (int64_t c = 0; c < first; c++) row[c] = 0.0f;
 #pragma omp simd reduction(+ : dot)
-      for (int32_t c = first; c < end; c++) {
-        const float e = power(at_least(row[c] - sum, -60.0f));
+      for (int64_t c = first; c < end; c++) {
+        const float e = power(at_least(scale * row[c] - sum, -60.0f));
         row[c] = e;
         dot += e * slope[c];
       }
       for (int64_t c = end; c < columns[p]; c++) row[c] = 0.0f;
     }
     for (int64_t p = 0; p < s.parts; p++) {
-      const float *row = scores[p] + r * columns[p];
-      float *slope = dp[p] + r * columns[p];
+      const X *row = scores[p] + r * columns[p];
+      X *slope = dp[p] + r * columns[p];
 #pragma omp simd
-      for (int64_t c = 0; c < columns[p]; c++) slope[c] = row[c] * (slope[c] - dot);
+      for (int64_t c = 0; c < columns[p]; c++) slope[c] = scale * row[c] * (slope[c] - dot);
     }
   }
 }
+
+// -- names for callers in Python -------------------------------------------------------------------------------------
+
+// A pass whose rows are all of one type: `gated_float`. One that reads X and writes Y: `norm_rows_float_bfloat16`.
+#define OF_ONE(X)                                                                                                      \
+  extern "C" void softmax_sums_##X(const X *x, float *top, float *total, int64_t rows, int64_t V, float floor,         \
+                                   int64_t threads) {                                                                  \
+    softmax_sums(x, top, total, rows, V, floor, threads);                                                              \
+  }                                                                                                                    \
+  extern "C" void gated_##X(const X *gate, const X *up, X *h, int64_t count, int64_t threads) {                        \
+    gated(gate, up, h, count, threads);                                                                                \
+  }                                                                                                                    \
+  extern "C" void gated_back_##X(const X *dh, const X *gate, const X *up, X *h, X *dgate, X *dup, int64_t count,       \
+                                 int64_t threads) {                                                                    \
+    gated_back(dh, gate, up, h, dgate, dup, count, threads);                                                           \
+  }                                                                                                                    \
+  extern "C" void attend_##X(X *const *scores, const int64_t *columns, const int32_t *ranges, float *lse,              \
+                             const Rows *shape, float scale, int64_t threads) {                                        \
+    attend(scores, columns, ranges, lse, shape, scale, threads);                                                       \
+  }                                                                                                                    \
+  extern "C" void attend_back_##X(X *const *scores, X *const *dp, const int64_t *columns, const int32_t *ranges,       \
+                                  const float *lse, const Rows *shape, float scale, int64_t threads) {                 \
+    attend_back(scores, dp, columns, ranges, lse, shape, scale, threads);                                              \
+  }
+#define OF_TWO(X, Y)                                                                                                   \
+  extern "C" void softmax_write_##X##_##Y(const X *x, const float *top, const float *factor, Y *out, int64_t rows,     \
+                                          int64_t V, float floor, int64_t threads) {                                   \
+    softmax_write(x, top, factor, out, rows, V, floor, threads);                                                       \
+  }                                                                                                                    \
+  extern "C" void norm_rows_##X##_##Y(const X *x, const float *w, const float *cos, const float *sin, Y *y,            \
+                                      float *scale, int64_t rows, int64_t D, int64_t heads, float eps,                 \
+                                      int64_t threads) {                                                               \
+    norm_rows(x, w, cos, sin, y, scale, rows, D, heads, eps, threads);                                                 \
+  }                                                                                                                    \
+  extern "C" void norm_rows_back_##X##_##Y(const Y *g, const X *x, const float *w, const float *cos, const float *sin, \
+                                           const float *scale, X *gx, double *gw, int64_t rows, int64_t D,             \
+                                           int64_t heads, int64_t threads) {                                           \
+    norm_rows_back(g, x, w, cos, sin, scale, gx, gw, rows, D, heads, threads);                                         \
+  }
+OF_ONE(float)
+OF_ONE(bfloat16)
+OF_TWO(float, float)
+OF_TWO(float, bfloat16)
+OF_TWO(bfloat16, float)
+OF_TWO(bfloat16, bfloat16)

@@ -1,4 +1,6 @@
-"""``ops.chunked_attention`` for float32 on the CPU: between its products there is one pass of ``ops.fused`` each way.
+"""``ops.chunked_attention`` on the CPU: between its products there is one pass of ``ops.fused`` each way.
+
+It is for float32 and bfloat16. Products give the dtype of their inputs; what is summed over chunks is float32.
 
 What a slot sees of the context, and of its own block, is one run of rows. So there is no mask: the pass is told where
 each run begins and ends, and does not read the rest.
@@ -41,7 +43,7 @@ def fused_attention(
     window: int | None,
     scale: float,
 ) -> Float[Tensor, "B N K Hq D"]:
-    """As ``block_attention``, where ``ops.fused.can_fuse`` says so of all tensors."""
+    """As ``block_attention``, where ``ops.fused.can_fuse`` says so of all tensors, which are of one dtype."""
 
     def make() -> tuple[list[Chunk], list[Tensor]]:
         chunks = plan_chunks(sources, q, window)
@@ -83,11 +85,10 @@ class _Piece:
     def __init__(self, plan: Plan, chunk: Chunk, q: Tensor, own: Sequence[Tensor], context: Sequence[Tensor]) -> None:
         self.at = chunk.row, slice(chunk.first, chunk.last)
         self.heads = own[0].shape[3]
-        self.scale = plan.scale
         n, self.slots, queries, self.width = q[self.at].shape
         self.size = (self.heads, n, queries // self.heads, self.slots)
         self.per_block = (self.heads * n, queries // self.heads * self.slots)
-        self.queries = self.rows(q, plan.scale)
+        self.queries = self.rows(q)
         self.keys, self.values = (x[self.at].permute(2, 0, 1, 3).reshape(-1, self.slots, self.width) for x in own)
         half = len(chunk.slices)
         spans = [(chunk.row, slice(low, high)) for low, high in chunk.slices]
@@ -95,11 +96,9 @@ class _Piece:
         self.context_values = [x[span].transpose(0, 1) for x, span in zip(context[half:], spans, strict=True)]
         self.spans = spans
 
-    def rows(self, x: Float[Tensor, "B N K Hq D"], factor: float = 1.0) -> Float[Tensor, "h rows D"]:
-        """The chunk's rows of ``x``, times ``factor``, by key-value head."""
-        flat = x.new_empty(*self.size, self.width)
-        torch.mul(group(x[self.at][None], self.heads)[0], factor, out=flat)
-        return flat.view(self.heads, -1, self.width)
+    def rows(self, x: Float[Tensor, "B N K Hq D"]) -> Float[Tensor, "h rows D"]:
+        """The chunk's rows of ``x`` by key-value head."""
+        return group(x[self.at][None], self.heads).reshape(self.heads, -1, self.width).contiguous()
 
     def across(
         self, x: Float[Tensor, "h rows D"], context: Sequence[Tensor], own: Float[Tensor, "hn K D"]
@@ -138,7 +137,7 @@ class _FusedAttention(torch.autograd.Function):
             for chunk, ranges in zip(plan.chunks, plan.ranges, strict=True):
                 piece = _Piece(plan, chunk, q, (k_own, v_own), context)
                 scores = piece.across(piece.queries, piece.context_keys, piece.keys)
-                sums.append(attend(scores, ranges, piece.size))
+                sums.append(attend(scores, ranges, piece.size, plan.scale))
                 out[piece.at] = piece.back(piece.gather(scores, piece.context_values, piece.values))
         ctx.plan = plan
         ctx.save_for_backward(q, k_own, v_own, *context, *sums)
@@ -153,20 +152,30 @@ class _FusedAttention(torch.autograd.Function):
         context, sums = rest[:count], rest[count:]
         to_q, to_k, to_v = (torch.empty_like(x) for x in (q, k_own, v_own))
         wanted = ctx.needs_input_grad[4:]
-        to_context = [torch.zeros_like(x) if yes else None for x, yes in zip(context, wanted, strict=True)]
+        to_context = [
+            torch.zeros_like(x, dtype=torch.float32) if yes else None for x, yes in zip(context, wanted, strict=True)
+        ]
         with torch.autocast("cpu", enabled=False):
             for chunk, ranges, lse in zip(plan.chunks, plan.ranges, sums, strict=True):
                 piece = _Piece(plan, chunk, q, (k_own, v_own), context)
                 incoming = piece.rows(grad)
                 weights = piece.across(piece.queries, piece.context_keys, piece.keys)
                 slopes = piece.across(incoming, piece.context_values, piece.values)
-                attend_back(weights, slopes, ranges, lse, piece.size)
-                to_q[piece.at] = piece.back(piece.gather(slopes, piece.context_keys, piece.keys).mul_(plan.scale))
+                attend_back(weights, slopes, ranges, lse, piece.size, plan.scale)
+                to_q[piece.at] = piece.back(piece.gather(slopes, piece.context_keys, piece.keys))
                 to_k[piece.at] = piece.own_gradient(slopes[-1], piece.queries)
                 to_v[piece.at] = piece.own_gradient(weights[-1], incoming)
                 parts = [*((slope, piece.queries) for slope in slopes[:-1]), *((w, incoming) for w in weights[:-1])]
                 for total, (weight, x), span in zip(to_context, parts, [*piece.spans, *piece.spans], strict=True):
                     if total is not None:
-                        rows = total[span].transpose(0, 1)
-                        torch.baddbmm(rows, weight.transpose(1, 2), x, out=rows)
-        return None, to_q, to_k, to_v, *to_context
+                        _add_product(total[span].transpose(0, 1), weight.transpose(1, 2), x)
+        found = [None if g is None else g.to(x.dtype) for g, x in zip(to_context, context, strict=True)]
+        return None, to_q, to_k, to_v, *found
+
+
+def _add_product(total: Float[Tensor, "h R D"], weight: Float[Tensor, "h R r"], x: Float[Tensor, "h r D"]) -> None:
+    """``total += weight @ x``, where ``total`` may be of a wider dtype."""
+    if total.dtype == x.dtype:
+        torch.baddbmm(total, weight, x, out=total)
+    else:
+        total += torch.bmm(weight, x)

@@ -8,6 +8,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from dflash_lightning.ops.head_products import HeadProducts
+
 
 @dataclass(eq=False)
 class LanguageHead:
@@ -26,6 +28,7 @@ class LanguageHead:
     ids: Int[Tensor, " V"] | None = None
     embedding: Float[Tensor, "Ve H"] | None = None
     _casts: dict[torch.dtype, tuple[int, Tensor]] = field(default_factory=dict, init=False, repr=False)
+    _products: dict[torch.dtype, tuple[int, HeadProducts]] = field(default_factory=dict, init=False, repr=False)
 
     def restrict(self, ids: Int[Tensor, " v"]) -> LanguageHead:
         """The same head over the tokens ``ids`` only (a copy of their rows)."""
@@ -76,7 +79,16 @@ class LanguageHead:
         bias = None if self.bias is None else self.bias.detach().to(dtype)
         if dtype == self.weight.dtype:
             return self.weight.detach(), bias
-        version = 0 if self.weight.is_inference() else self.weight._version
-        if dtype not in self._casts or self._casts[dtype][0] != version:
-            self._casts[dtype] = (version, self.weight.detach().to(dtype))
+        if dtype not in self._casts or self._casts[dtype][0] != self._version:
+            self._casts[dtype] = (self._version, self.weight.detach().to(dtype))
         return self._casts[dtype][1], bias
+
+    def products(self, dtype: torch.dtype) -> HeadProducts:
+        """The products of training steps in ``dtype``, whose weights are laid out once and kept."""
+        if dtype not in self._products or self._products[dtype][0] != self._version:
+            self._products[dtype] = (self._version, HeadProducts(self.weight.detach().to(dtype)))
+        return self._products[dtype][1]
+
+    @property
+    def _version(self) -> int:
+        return 0 if self.weight.is_inference() else self.weight._version

@@ -64,8 +64,8 @@ class View:
     Whatever trainable tensor ``compose`` uses must be handed over in ``shared`` (any shape, the same for all rows),
     else it gets no gradient.
 
-    At most one chunk of logits exists at a time: ``chunk_rows`` rows, by default about 256 MiB, on a CPU 28. A view
-    lives for one step: an answer is kept, so that a second loss or a metric asking the same question costs nothing.
+    At most one chunk of logits exists at a time: ``chunk_rows`` rows, by default about 256 MiB, on a CPU 28 to 96. A
+    view lives for one step: an answer is kept, so that a second loss or metric asking the same question costs nothing.
     """
 
     per_row: tuple[Tensor, ...]

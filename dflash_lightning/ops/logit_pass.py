@@ -17,10 +17,27 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from dflash_lightning.ops.chunks import chunk_bytes, cut
+from dflash_lightning.ops.fused import can_fuse
+from dflash_lightning.ops.head_products import HeadProducts, chunk_rows
 from dflash_lightning.ops.language_head import LanguageHead
 from dflash_lightning.ops.requests import Chunk, Request
 
 Compose = Callable[..., Tensor]
+
+
+@dataclass
+class Rooms:
+    """What chunks use in turn: the head's products, and memory [r V] for logits, probabilities and a gradient.
+
+    Memory that is given back and taken again costs page faults: some 2 % of a step on a CPU. ``narrow``: logits stay
+    in the products' dtype, because everybody who reads them widens them one by one.
+    """
+
+    products: HeadProducts
+    logits: Tensor
+    probs: Tensor
+    gradient: Tensor
+    narrow: bool
 
 
 @dataclass(eq=False)
@@ -42,35 +59,37 @@ class LogitPass:
 
     def spans(self) -> list[slice]:
         """Runs of rows whose logits, the draft's or the target's, fill a chunk at most."""
-        columns = max(len(self.lm.weight), *(request.columns for request in self.requests))
-        return cut(len(self.rows), self.chunk_rows or max(1, chunk_bytes(self.rows.device) // (4 * columns)))
+        return cut(len(self.rows), self.chunk_rows or max(1, chunk_bytes(self.rows.device) // (4 * self._columns)))
+
+    @property
+    def _columns(self) -> int:
+        return max(len(self.lm.weight), *(request.columns for request in self.requests))
 
     def without_autocast(self) -> torch.autocast:
         """A context in which products are computed in the dtype of their inputs."""
         return torch.autocast(self.rows.device.type, enabled=False)
 
     def chunk(
-        self, span: slice, per_row: Sequence[Tensor], shared: Sequence[Tensor], rooms: Sequence[Tensor] = ()
+        self, span: slice, per_row: Sequence[Tensor], shared: Sequence[Tensor], rooms: Rooms | None = None
     ) -> Chunk:
         """The logits of the rows ``span``. They are made of ``per_row`` [r ..] and of ``shared`` (of any shape).
 
-        ``rooms`` is memory for logits and probabilities [r V] each, of the products' dtype; without it they take new.
+        With ``rooms`` they carry no gradient; without, they take new memory.
         """
         if self.compose is not None:
             dtype, enabled = self.autocast
             with torch.autocast(self.rows.device.type, dtype=dtype, enabled=enabled):
                 logits = self.compose(*per_row, *shared).to(self.wide)
             return Chunk(logits, self.rows, span, self.lm)
-        weight, bias = self.lm.cast(self.dtype)
         # The dtype is decided above, once; autocast would cast the weight again for every chunk.
         with self.without_autocast():
             rows = per_row[0].to(self.dtype)
-            if not rooms or bias is not None:
-                product = torch.nn.functional.linear(rows, weight, bias)
+            if rooms is None or self.lm.bias is not None:
+                product = torch.nn.functional.linear(rows, *self.lm.cast(self.dtype))
                 return Chunk(self.lm.activate(product.to(self.wide)), self.rows, span, self.lm)
-            product, room = (memory[: len(rows)] for memory in rooms)
-            logits = self.lm.activate(torch.mm(rows, weight.T, out=product))
-            return Chunk(logits, self.rows, span, self.lm, room)
+            product = rooms.products.logits(rows, rooms.logits[: len(rows)])
+            logits = product if rooms.narrow else self.lm.activate(product.to(self.wide))
+            return Chunk(logits, self.rows, span, self.lm, rooms.probs[: len(rows)])
 
     def answers(self, chunk: Chunk, requests: Sequence[Request]) -> list[Tensor]:
         """The answer of every request [r *width], with its ``fill`` where it has none."""
@@ -96,28 +115,49 @@ class LogitPass:
     @torch.no_grad()
     def values_and_gradients(self, hidden: Float[Tensor, "R H"]) -> tuple[list[Tensor], list[Tensor]]:
         """The answers [R *width], and for every differentiable one its gradient [R H] with respect to ``hidden``."""
-        weight, _ = self.lm.cast(self.dtype)
         graded = [request for request in self.requests if request.differentiable]
-        values, spans = self.room(), self.spans()
-        gradients = [hidden.new_empty(hidden.shape, dtype=self.dtype) for _ in graded]
+        values, gradients = self.room(), [hidden.new_empty(hidden.shape, dtype=self.dtype) for _ in graded]
         hidden = hidden.detach().to(self.dtype)
-        # Memory that is given back and taken again costs page faults: some 2 % of a step on a CPU.
-        shape = max([s.stop - s.start for s in spans], default=0), len(weight)
-        buffer = hidden.new_empty(shape, dtype=self.wide)
-        rooms = [hidden.new_empty(shape) for _ in range(2)] if self.dtype == self.wide else []
+        spans, rooms = self._rooms(hidden)
         for span in spans:
-            chunk = self.chunk(span, [hidden[span]], (), rooms)
-            for value, answer in zip(values, self.answers(chunk, self.requests), strict=True):
-                value[span] = answer
-            with self.without_autocast():
-                for request, gradient in zip(graded, gradients, strict=True):
-                    # The last one may have the logits' memory: nothing reads them afterwards, unless they are capped.
-                    last = request is graded[-1] and request.writes_over and self.lm.softcap is None
-                    part = chunk.logits if last else buffer[: span.stop - span.start]
-                    request.gradient(chunk, part)
-                    torch.mm(self._through_head(part, chunk).to(self.dtype), weight, out=gradient[span])
-                    _blank(request, chunk, gradient[span])
+            # In a function of its own: a chunk's logits are given back before the next one's are made.
+            self._answer_and_grade(span, hidden[span], rooms, values, dict(zip(graded, gradients, strict=True)))
         return values, gradients
+
+    def _rooms(self, hidden: Float[Tensor, "R H"]) -> tuple[list[slice], Rooms]:
+        """The runs of rows of a pass with gradients, and what they use in turn."""
+        lm, products = self.lm, self.lm.products(self.dtype)
+        plain = lm.bias is None and lm.softcap is None and lm.scale == 1.0
+        over = all(request.writes_over for request in self.requests)
+        narrow = self.dtype != self.wide and over and plain and can_fuse(hidden)
+        size = (self.dtype if narrow else self.wide).itemsize
+        buffers = 1 if over and len(self.requests) == 1 and can_fuse(hidden) else 3
+        rows = chunk_rows(hidden.device, self._columns, itemsize=size, packed=products.packed, buffers=buffers)
+        spans = cut(len(self.rows), self.chunk_rows or rows)
+        shape = max([s.stop - s.start for s in spans], default=0), len(lm.weight)
+        rooms = [hidden.new_empty(shape, dtype=dtype) for dtype in (self.dtype, self.wide, self.wide)]
+        return spans, Rooms(products, *rooms, narrow)
+
+    def _answer_and_grade(
+        self,
+        span: slice,
+        hidden: Float[Tensor, "r H"],
+        rooms: Rooms,
+        values: Sequence[Tensor],
+        gradients: dict[Request, Tensor],
+    ) -> None:
+        """Write the chunk's share of ``values`` [R *width] and, by differentiable request, ``gradients`` [R H]."""
+        chunk, last = self.chunk(span, [hidden], (), rooms), [*gradients][-1]
+        for value, answer in zip(values, self.answers(chunk, self.requests), strict=True):
+            value[span] = answer
+        with self.without_autocast():
+            for request, gradient in gradients.items():
+                # The last one may have the logits' memory: nothing reads them afterwards, unless they are capped.
+                over = request is last and request.writes_over and self.lm.softcap is None
+                part = chunk.stored if over else rooms.gradient[: len(hidden)]
+                request.gradient(chunk, part)
+                rooms.products.back(self._through_head(part, chunk).to(self.dtype), gradient[span])
+                _blank(request, chunk, gradient[span])
 
     def _through_head(self, gradient: Float[Tensor, "r V"], chunk: Chunk) -> Float[Tensor, "r V"]:
         """From d/d logits to d/d (weight @ h): back through soft cap and scale, in place."""

@@ -19,7 +19,12 @@ from dflash_lightning.files import cache_folder
 
 # Instruction sets by name instead of -march=native: a home folder may be shared by machines that differ.
 _FLAGS = {
-    "AVX512": ("-mavx512f", "-mavx512vl", "-mavx2", "-mfma", "-mprefer-vector-width=512"),
+    "AVX512": (
+        *("-mavx512f", "-mavx512vl", "-mavx512bw", "-mavx512dq"),
+        "-mavx2",
+        "-mfma",
+        "-mprefer-vector-width=512",
+    ),
     "AVX2": ("-mavx2", "-mfma"),
     "DEFAULT": (),
 }

@@ -27,9 +27,9 @@ class Chunk:
     """Logits of a run of a view's rows, and what several requests share about them.
 
     ``all_rows`` are the flat slot indices (into B*N*K) of the whole view, ``rows`` those of these logits, which stand
-    at ``span`` of them; ``logits`` are fp32 (or wider), scaled and capped. Nothing that a chunk hands out may be
-    written to. Where the logits carry a gradient, so does all that is made of them. ``room`` is memory that ``probs``
-    may take; null takes new.
+    at ``span`` of them; ``logits`` are scaled and capped. They are handed out in fp32 (or wider), also where they are
+    ``stored`` in less. Nothing that a chunk hands out may be written to. Where the logits carry a gradient, so does all
+    that is made of them. ``room`` is memory that ``probs`` may take; null takes new.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Chunk:
         head: LanguageHead,
         room: Float[Tensor, "r V"] | None = None,
     ) -> None:
-        self.logits = logits
+        self.stored = logits
         self.all_rows = all_rows
         self.span = span
         self.head = head
@@ -53,13 +53,23 @@ class Chunk:
         return self.all_rows[self.span]
 
     @cached_property
+    def logits(self) -> Float[Tensor, "r V"]:
+        """All logits; ``logit_at`` reads single ones for less."""
+        return self.stored.to(torch.promote_types(torch.float32, self.stored.dtype))
+
+    def logit_at(self, columns: Int[Tensor, " r"]) -> Float[Tensor, " r"]:
+        """One logit of each row."""
+        found = self.stored.gather(1, columns[:, None]).squeeze(1)
+        return found.to(torch.promote_types(torch.float32, found.dtype))
+
+    @cached_property
     def _sums(self) -> tuple[Float[Tensor, " r"], Float[Tensor, " r"]] | None:
         """Largest logit of every row, and what the exponentials of the distances from it add up to, by ``ops.fused``.
 
         Null where that cannot be used.
         """
-        fused = not self.logits.requires_grad and self.logits.is_contiguous() and can_fuse(self.logits)
-        return softmax_sums(self.logits, LOG_FLOOR) if fused and self.logits.numel() else None
+        fused = not self.stored.requires_grad and self.stored.is_contiguous() and can_fuse(self.stored)
+        return softmax_sums(self.stored, LOG_FLOOR) if fused and self.stored.numel() else None
 
     @cached_property
     def _normalised(self) -> tuple[Float[Tensor, "r V"], Float[Tensor, " r"]]:
@@ -97,7 +107,7 @@ class Chunk:
             torch.mul(self.probs, factor[:, None], out=out)
         else:
             top, total = self._sums
-            softmax_write(self.logits, top, factor / total, LOG_FLOOR, out)
+            softmax_write(self.stored, top, factor / total, LOG_FLOOR, out)
 
     def remember(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """What ``make`` returns, made once per chunk and ``key``."""
@@ -222,16 +232,14 @@ class LabelLogProb(Request):
         return chunk.head.columns(chunk.pick(self.labels))
 
     def value(self, chunk: Chunk) -> Float[Tensor, " r"]:
-        columns, _ = self._columns(chunk)
-        chunk = chunk.at(self.temperature)
-        return chunk.logits.gather(1, columns[:, None]).squeeze(1) - chunk.log_normaliser
+        return _log_prob(chunk.at(self.temperature), self._columns(chunk)[0])
 
     def gradient(self, chunk: Chunk, out: Float[Tensor, "r V"]) -> None:
         columns, _ = self._columns(chunk)
         chunk = chunk.at(self.temperature)
-        one = torch.full_like(chunk.log_normaliser, 1 / self.temperature)
-        chunk.write_probs(-one, out)
-        out.scatter_add_(1, columns[:, None], one[:, None])
+        missing = -torch.expm1(_log_prob(chunk, columns)) / self.temperature  # 1 - p, exact also where p is near 1
+        chunk.write_probs(torch.full_like(missing, -1 / self.temperature), out)
+        out.scatter_(1, columns[:, None], missing[:, None].to(out.dtype))
 
     def answerable(self, chunk: Chunk) -> Bool[Tensor, " r"] | None:
         return self._columns(chunk)[1]
@@ -320,6 +328,11 @@ class LogitAt(Request):
         columns, known = chunk.head.columns(candidates.flatten())
         found = chunk.logits.gather(1, columns.view(candidates.shape))
         return found.masked_fill(~known.view(candidates.shape), -torch.inf)
+
+
+def _log_prob(chunk: Chunk, columns: Int[Tensor, " r"]) -> Float[Tensor, " r"]:
+    """Of one logit of each row."""
+    return chunk.logit_at(columns) - chunk.log_normaliser
 
 
 def _top(chunk: Chunk, k: int) -> tuple[Float[Tensor, "r k"], Int[Tensor, "r k"]]:

@@ -6,6 +6,7 @@ bf16 could round, that a meta-device load could leave empty, or that could exist
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -39,7 +40,7 @@ def check_rope(rope_parameters: Mapping[str, Any], *, where: str) -> float:
             "Leave rope_parameters null to rotate the whole head with the target's rope_theta."
         )
     theta = rope_parameters.get("rope_theta")
-    if not isinstance(theta, int | float) or isinstance(theta, bool) or theta <= 0:
+    if not isinstance(theta, int | float) or isinstance(theta, bool) or not 0 < theta < math.inf:
         raise ValueError(f"{where}: rope_theta is {theta!r}, but must be a positive number, for example 10000.0.")
     return float(theta)
 
@@ -68,7 +69,7 @@ def norm_and_rotate(
 ) -> Float[Tensor, "*rows heads D"]:
     """``rotate(norm(x), rotation)``; for an ``RMSNorm`` one pass in training steps that ``ops.fused`` can do."""
     cos, sin = rotation
-    fits = cos.shape == sin.shape == (*x.shape[:-2], x.shape[-1]) and cos.dtype == sin.dtype == x.dtype
+    fits = cos.shape == sin.shape == (*x.shape[:-2], x.shape[-1]) and cos.dtype == sin.dtype == torch.float32
     if fits and isinstance(norm, RMSNorm) and is_plain(norm, RMSNorm) and trains(x, norm.weight):
-        return FusedNorm.apply(x, norm.weight, cos.contiguous(), sin.contiguous(), norm.eps)
+        return FusedNorm.apply(x, norm.weight, cos.contiguous(), sin.contiguous(), norm.eps, x.dtype)
     return rotate(norm(x), rotation)

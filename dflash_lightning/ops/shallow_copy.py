@@ -26,16 +26,17 @@ def copy_tree(module: nn.Module, replace: Callable[[nn.Module], nn.Module | None
     ``replace`` gets the original and returns its replacement, or null to have it copied. A module that stands in the
     tree twice stays one module.
     """
-    done: dict[int, nn.Module] = {}
+    return _visit(module, replace, {})
 
-    def visit(original: nn.Module) -> nn.Module:
-        if id(original) not in done:
-            replacement = replace(original)
-            clone = shallow_copy(original) if replacement is None else replacement
-            done[id(original)] = clone
-            if replacement is None:
-                children = {name: child if child is None else visit(child) for name, child in clone._modules.items()}
-                clone._modules = children
-        return done[id(original)]
 
-    return visit(module)
+def _visit(original: nn.Module, replace: Callable[[nn.Module], nn.Module | None], done: dict[int, nn.Module]) -> Any:
+    """``done`` holds the copies by ``id``. Not a function within another: one that calls itself is freed late."""
+    if id(original) not in done:
+        replacement = replace(original)
+        clone = shallow_copy(original) if replacement is None else replacement
+        done[id(original)] = clone
+        if replacement is None:
+            clone._modules = {
+                name: None if child is None else _visit(child, replace, done) for name, child in clone._modules.items()
+            }
+    return done[id(original)]

@@ -12,7 +12,8 @@ from typing import Literal
 
 import torch
 
-from dflash_lightning.ops.chunks import chunk_bytes, cut
+from dflash_lightning.ops.chunks import cut
+from dflash_lightning.ops.head_products import chunk_rows, packed_copies
 from dflash_lightning.profiling.shape import Shape
 
 Kind = Literal["forward", "input", "weight"]
@@ -101,7 +102,8 @@ def step_work(shape: Shape, *, seen: int, scored: int, device: str = "cpu") -> W
 def head_products(shape: Shape, rows: int, device: str = "cpu") -> list[Product]:
     """The language head's two products over the scored slots, chunk by chunk: the logits, and the slots' gradient."""
     columns = shape.draft_vocab or shape.vocab
-    pieces = cut(rows, max(1, chunk_bytes(torch.device(device)) // (4 * columns)))
+    place, packed = torch.device(device), packed_copies(torch.device(device), 4 * columns * shape.hidden) > 0
+    pieces = cut(rows, chunk_rows(place, columns, itemsize=4, packed=packed, buffers=1))
     sizes = [piece.stop - piece.start for piece in pieces]
     kinds: tuple[Kind, ...] = ("forward", "input")
     return [

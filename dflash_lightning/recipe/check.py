@@ -23,6 +23,7 @@ from dflash_lightning.recipe.faults import Fault, hint_for
 from dflash_lightning.recipe.files import file_faults
 from dflash_lightning.recipe.hints import hints_of
 from dflash_lightning.recipe.nodes import NodeChecker, class_of, faults_of
+from dflash_lightning.recipe.prefetch import prefetch_faults
 from dflash_lightning.recipe.ranges import range_faults
 from dflash_lightning.recipe.renamed import renamed_faults
 from dflash_lightning.recipe.synonyms import with_meant
@@ -105,6 +106,7 @@ def _check_tree(tree: dict[str, Any], read: Reader) -> Iterator[Fault]:
     yield from _check_logger(tree.get("logger"))
     yield from trainer_faults(tree.get("trainer"))
     yield from _check_data(mapping_at(tree, "data"))
+    yield from prefetch_faults(tree)
     yield from file_faults(tree)
 
 

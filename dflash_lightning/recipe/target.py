@@ -14,6 +14,7 @@ from dflash_lightning.model.start import DraftPlan
 from dflash_lightning.recipe.faults import Fault, fault_of
 from dflash_lightning.recipe.make import make
 from dflash_lightning.recipe.nodes import faults_of
+from dflash_lightning.recipe.prefetch import prefetch_part_faults
 from dflash_lightning.recipe.served import (
     greet_servers,
     is_usual,
@@ -43,6 +44,7 @@ def part_faults(tree: dict[str, Any]) -> Iterator[Fault]:
         return
     yield from faults_of(plan.check_parts, "block")
     yield from served_part_faults(tree, plan)
+    yield from prefetch_part_faults(tree, carries=plan.conditioning.carries)
     terms = {name: make(node) for name, node in mapping_at(tree, "loss").items()}
     yield from faults_of(partial(check_signals, terms, plan.head), "loss")
     yield from faults_of(partial(check_slots, terms, plan.block), "loss")

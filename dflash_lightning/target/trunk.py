@@ -16,6 +16,30 @@ from dflash_lightning.types import FeatureSpec, TargetFeatures
 _INSTANCE_OVERRIDES = ("forward", "_old_forward", "_hf_hook")
 
 
+class _Taps:
+    """What the tapped layers of one pass put out, stacked. Hooks hold this, not the trunk, which holds the hooks."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.stacked: Tensor | None = None
+
+    def hook(self, entry: int) -> Any:
+        """A forward hook that keeps a layer's output as entry ``entry``."""
+
+        def tap(module: nn.Module, args: Any, output: Any) -> None:
+            hidden = output if isinstance(output, torch.Tensor) else output[0]
+            if self.stacked is None:
+                self.stacked = hidden.new_empty(*hidden.shape[:2], self.number, hidden.shape[-1])
+            self.stacked[:, :, entry] = hidden
+
+        return tap
+
+    def take(self) -> Tensor | None:
+        """What was stacked since the last call; the memory is the caller's."""
+        stacked, self.stacked = self.stacked, None
+        return stacked
+
+
 class Trunk:
     """A decoder cut after the last layer that ``spec`` needs; weights are the original's, which is never touched.
 
@@ -33,19 +57,18 @@ class Trunk:
         for name in _INSTANCE_OVERRIDES:
             self.decoder.__dict__.pop(name, None)
         kept = layers[:num_needed]
+        self._taps = _Taps(len(spec.layer_ids))
         for entry, layer_id in enumerate(spec.layer_ids):
             kept[layer_id] = shallow_copy(layers[layer_id])
-            kept[layer_id].register_forward_hook(self._make_tap(entry))
+            kept[layer_id].register_forward_hook(self._taps.hook(entry))
         self.decoder._modules[anatomy.layers_name] = nn.ModuleList(kept)
-        self._stacked: Tensor | None = None
 
     def __call__(self, input_ids: Tensor, **kwargs: Any) -> tuple[Float[Tensor, "B S H"], Float[Tensor, "B S T H"]]:
         """The decoder's final output and the tapped layers, stacked in the order of ``spec.layer_ids``."""
         try:
             output = self.decoder(input_ids=input_ids, **kwargs).last_hidden_state
-            stacked = self._stacked
         finally:
-            self._stacked = None
+            stacked = self._taps.take()
         if stacked is None:
             stacked = output.new_empty(*output.shape[:2], 0, output.shape[-1])
         return output, stacked
@@ -55,14 +78,3 @@ class Trunk:
     ) -> TargetFeatures:
         """The result as values; ``last_hidden`` only when it was asked for (else ``output`` is of an earlier layer)."""
         return TargetFeatures(self.spec.layer_ids, stacked, output if self.spec.last_hidden else None, ids)
-
-    def _make_tap(self, entry: int) -> Any:
-        num_taps = len(self.spec.layer_ids)
-
-        def tap(module: nn.Module, args: Any, output: Any) -> None:
-            hidden = output if isinstance(output, torch.Tensor) else output[0]
-            if self._stacked is None:
-                self._stacked = hidden.new_empty(*hidden.shape[:2], num_taps, hidden.shape[-1])
-            self._stacked[:, :, entry] = hidden
-
-        return tap

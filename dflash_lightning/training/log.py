@@ -43,7 +43,8 @@ class WindowMeans:
 class Throughput:
     """Tokens and blocks per second of training between two written steps; evaluations are left out of the time.
 
-    ``reading`` is the clock of the target's passes, which are a share of that time.
+    ``reading`` is the clock of the target's passes: on the device they take a share of that time, beside the steps
+    where they are made ahead.
     """
 
     def __init__(self, reading: DeviceSeconds) -> None:

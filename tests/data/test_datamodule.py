@@ -169,7 +169,7 @@ def test_window_totals_are_the_sums_over_the_window_and_the_last_one_is_partial(
     tiny_target: FrozenTarget, chats: str
 ) -> None:
     data = make_data(tiny_target, chats)
-    planner = data._planner(Anchored(block_size=4, num_anchors=6))
+    planner = data.plan()
     loader = data.train_dataloader()
     loader.sampler.accumulate = 4
     batches = list(loader)

@@ -174,3 +174,15 @@ def test_a_message_list_is_a_prompt_without_a_place() -> None:
     messages = said("u")
     assert Prompt.of(messages) == Prompt(messages) and Prompt.of(Prompt(messages)) == Prompt(messages)
     assert "'content': 'u0'" in Prompt(messages).name and Prompt(messages, where="a:1").name == "a:1"
+
+
+def test_a_disk_that_fails_is_named_with_the_file(tmp_path, monkeypatch):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"turns": ["hi"]}\n')
+
+    def fails(*_):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("dflash_lightning.data.read.compression._Checked.readinto", fails)
+    with pytest.raises(ValueError, match=r"prompts.jsonl: cannot be read \(\[Errno 5\] Input/output error\)"):
+        load_prompts(file)

@@ -1,6 +1,8 @@
 """The assembled decoder on tiny real targets and drafters: its greedy text is what ``transformers.generate`` writes."""
 
+import gc
 import random
+import weakref
 
 import pytest
 import torch
@@ -250,6 +252,24 @@ def test_the_caches_of_the_target_are_given_back(make_target, make_draft, plain_
         result = decoder.decode(PROMPTS, max_new_tokens=9, stop_ids=())
         assert [g.output_ids for g in result.generations] == [plain_generate(target, p, 9, ()) for p in PROMPTS]
         assert all(layer.keys is None and layer.values is None for layer in decoder.parts.target._cache.layers)
+
+
+@pytest.mark.parametrize("builder", [None, BestFirstTree(budget=4)])
+def test_a_decoder_is_freed_with_its_last_reference(builder, make_target, make_draft) -> None:
+    """It holds a copy of the target's weights as the CPU wants them, which must not pile up."""
+    target = make_target("llama")
+    draft = make_draft(target)
+    gc.collect()
+    gc.disable()
+    try:
+        decoder = _decoder(target, draft, batch_size=1, builder=builder)
+        decoder.decode(PROMPTS[:1], max_new_tokens=4, stop_ids=())
+        modules = decoder.parts.target._trunk.decoder.modules()
+        parts = [weakref.ref(decoder), *map(weakref.ref, modules)]
+        del decoder, modules
+        assert len(parts) > 10 and not any(part() is not None for part in parts)
+    finally:
+        gc.enable()
 
 
 def test_decoding_leaves_no_trace(make_target, make_draft) -> None:

@@ -101,7 +101,8 @@ class StatefulLoader:
     process, so batches that workers prepared ahead do not count. Iterating is lazy up to the first batch, because
     Lightning makes the iterator before it calls ``sampler.set_epoch``. ``len`` is the full epoch, wherever it stands.
     Lightning leaves a loader that is no ``DataLoader`` alone, so ``use_distributed_sampler`` cannot replace the plan.
-    ``expect`` hears of the documents that will come whenever iterating begins.
+    ``expect`` hears of the documents that will come whenever iterating begins. ``ahead`` makes of the micro-batches
+    what is handed out, one for one; it may take them before it hands them out.
     """
 
     batch_sampler = None  # Lightning reads it wherever there is a ``sampler``
@@ -113,9 +114,11 @@ class StatefulLoader:
         *,
         num_workers: int = 0,
         expect: Callable[[Iterator[int]], None] | None = None,
+        ahead: Callable[[Iterator[TrainBatch]], Iterator[TrainBatch]] | None = None,
     ) -> None:
         self.sampler = sampler
         self._expect = expect
+        self._ahead = ahead
         # With a generator of its own the DataLoader draws nothing from the global one, so training does not depend on
         # how often a loader was started.
         self._loader = DataLoader(
@@ -134,10 +137,11 @@ class StatefulLoader:
         windows = iter(self._loader)  # forks its workers, which is better done before others start threads
         if self._expect is not None:
             self._expect(self.sampler.documents())
-        for window in windows:
-            for batch in window:
-                self.sampler.advance()
-                yield _map_arrays(batch)
+        batches = (_map_arrays(batch) for window in windows for batch in window)
+        for batch in batches if self._ahead is None else self._ahead(batches):
+            self.sampler.advance()
+            yield batch
+            del batch  # it may be large, and should not be here while the next one is made
 
     def state_dict(self) -> dict[str, Any]:
         return {"epoch": self.sampler.epoch, "yielded": self.sampler.yielded, "plan": self._plan()}

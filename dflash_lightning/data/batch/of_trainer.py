@@ -6,11 +6,22 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
-from dflash_lightning.data.batch.loader import StatefulLoader, map_tensors
+from dflash_lightning.data.batch.loader import PlanSampler, StatefulLoader, map_tensors
 from dflash_lightning.data.batch.packing import Planner
 from dflash_lightning.device import abilities
 from dflash_lightning.errors import SettingError
 from dflash_lightning.types import TrainBatch
+
+
+def make_sampler(planner: Planner, trainer: Trainer | None) -> PlanSampler:
+    """This process's share of the plan: all of it without a trainer."""
+    return PlanSampler(
+        planner,
+        rank=0 if trainer is None else trainer.global_rank,
+        world=1 if trainer is None else trainer.world_size,
+        accumulate=accumulation(trainer),
+        limit=batch_limit(trainer, planner),
+    )
 
 
 def accumulation(trainer: Trainer | None) -> int:
@@ -49,6 +60,18 @@ def check_begin(loader: StatefulLoader | None, trainer: Trainer | None) -> None:
     """
     if loader is not None and trainer is not None:
         loader.sampler.begin(trainer.fit_loop.epoch_loop.batch_progress.current.ready)
+
+
+def follows(sampler: PlanSampler, trainer: Trainer) -> bool:
+    """Whether Lightning will ask for another micro-batch of this epoch after the one that is handed out next.
+
+    A run that is stopped early asks for fewer.
+    """
+    after = sampler.yielded + 1
+    if after >= sampler.limit:
+        return False
+    last_step = trainer.max_steps != -1 and trainer.global_step + 1 >= trainer.max_steps
+    return not (last_step and after % sampler.accumulate == 0)
 
 
 def pinned(batch: TrainBatch, trainer: Trainer | None) -> TrainBatch:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Trainer
@@ -20,6 +20,12 @@ from dflash_lightning.data.settings import FeatureProducts
 from dflash_lightning.target import FrozenTarget
 from dflash_lightning.target.parallel import check_whole
 from dflash_lightning.types import FeatureSpec
+
+
+def spec_of(cache_also: Mapping[str, Any] | None) -> FeatureSpec:
+    """What ``data.cache_also`` names."""
+    also = cache_also or {}
+    return FeatureSpec(tuple(sorted({*(also.get("layer_ids") or ())})), bool(also.get("last_hidden")))
 
 
 @dataclass(frozen=True)

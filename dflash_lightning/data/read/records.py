@@ -108,8 +108,21 @@ def read_records(file: Path, format: Format, *, split: str | None = None) -> Ite
     """Records of one file (or folder of a saved data set) in order, never the whole of it in memory.
 
     Raises:
-        ValueError: the file as a whole is not what it should be, or an optional package is missing.
+        ValueError: the file as a whole is not what it should be, cannot be read to its end, or an optional package is
+            missing.
     """
+    records = _records(file, format, split)
+    while True:
+        try:
+            record = next(records)
+        except StopIteration:
+            return
+        except OSError as error:  # of a disk or a network, in words that do not name the file
+            raise ValueError(f"{file}: cannot be read ({error}). Copy it to a disk of this machine.") from error
+        yield record
+
+
+def _records(file: Path, format: Format, split: str | None) -> Iterator[Record | BadRecord]:
     if format == "parquet":
         yield from (Record(str(file), number, value) for number, value in enumerate(read_parquet(file), start=1))
     elif format == "dataset":
