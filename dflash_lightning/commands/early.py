@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from dflash_lightning.bench.distinct import check_distinct, check_folder
 from dflash_lightning.bench.plan import Plan
@@ -29,8 +29,10 @@ from dflash_lightning.recipe.decoding import decoding_node
 from dflash_lightning.recipe.faults import Fault, RecipeError
 from dflash_lightning.recipe.load import load_recipe, load_with_faults
 from dflash_lightning.run import RunFolder
+from dflash_lightning.target.hub import reachable
 from dflash_lightning.target.place import locate
 
+_LOADED_BY = "dflash_lightning.target.load_target"
 # By which launchers number the processes of a run; those behind the first leave the talking to it.
 _RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK", "NODE_RANK", "GROUP_RANK")
 
@@ -60,7 +62,7 @@ def check_files(args: argparse.Namespace) -> None:
         decoding_node(args)
     # An export says first what its format cannot hold, which no target changes.
     if getattr(args, "target", None) is not None and args.command != "export":
-        locate(str(load_recipe("dflash", [f"target={args.target}"]).target.source))
+        _check_target(load_recipe("dflash", [f"target={args.target}"]))
 
 
 def checked_text(recipe: str, overrides: Sequence[str]) -> DictConfig:
@@ -130,6 +132,14 @@ def finished_run(name: str) -> RunFolder:
     return run
 
 
+def _check_target(cfg: DictConfig) -> None:
+    """Refuse a target that is neither here nor on a hub that answers."""
+    source = OmegaConf.select(cfg, "target.source", throw_on_missing=False)
+    if isinstance(source, str) and cfg.target.get("_target_") == _LOADED_BY:
+        revision = OmegaConf.select(cfg, "target.revision", throw_on_missing=False)
+        reachable(locate(source), revision)
+
+
 def _listed(value: Any) -> list[str]:
     return [] if value is None else [value] if isinstance(value, str) else list(value)
 
@@ -148,6 +158,7 @@ def nothing_to_fit(recipe: str, overrides: Sequence[str], *, anew: bool) -> bool
     cfg = checked_text(recipe, overrides)
     folder = RunFolder(Path(cfg.run_dir))
     if anew or not folder.finished or not folder.is_same_run(cfg):
+        _check_target(cfg)
         return False
     print(folder.nothing_to_do, flush=True)
     return True
