@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 from dflash_lightning.bench.distinct import check_distinct, check_folder
 from dflash_lightning.bench.plan import Plan
 from dflash_lightning.bench.points import Point, make_points
-from dflash_lightning.commands.output_file import check_output
+from dflash_lightning.commands.output_file import check_output, check_rows_file
 from dflash_lightning.files import find_draft_place, find_file
 from dflash_lightning.recipe.check import early_faults
 from dflash_lightning.recipe.decoding import decoding_node
@@ -39,6 +39,8 @@ def check_files(args: argparse.Namespace) -> None:
         find_file(args.observed, setting="--observed")
     if args.command == "report":
         check_output(args.html, "--html", [])
+    if args.command == "regenerate":
+        check_rows_file(args.out, "--out")
     if args.command == "check" and not Path(args.folder).is_dir():
         raise ValueError(f"{args.folder}: there is no such folder. Give one that dflash export wrote.")
     for path in [*_listed(getattr(args, "draft", None)), *_listed(getattr(args, "run_dir", None))]:
