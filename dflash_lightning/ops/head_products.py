@@ -26,7 +26,9 @@ class HeadProducts:
     """Products with a frozen ``weight`` [V H], given in the dtype that they are made in. They carry no gradients."""
 
     def __init__(self, weight: Float[Tensor, "V H"]) -> None:
-        copies = packed_copies(weight.device, *weight.shape, weight.element_size()) if can_prepack(weight) else 0
+        columns, width = weight.shape
+        fits = packed_copies(weight.device, columns, width, weight.element_size())
+        copies = fits if can_prepack(weight) else 0
         self._forward = _lay_out(weight) if copies >= 1 else None
         self._back = _lay_out(weight.T.contiguous()) if copies >= 2 else None
         self._weight = weight if copies < 2 else None

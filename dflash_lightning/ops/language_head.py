@@ -87,7 +87,8 @@ class LanguageHead:
         """The products of training steps in ``dtype``, whose weights are laid out once and kept."""
         if dtype not in self._products or self._products[dtype][0] != self._version:
             # Where both copies are laid out, nobody reads the plain one afterwards.
-            twice = packed_copies(self.weight.device, *self.weight.shape, dtype.itemsize) == 2
+            columns, width = self.weight.shape
+            twice = packed_copies(self.weight.device, columns, width, dtype.itemsize) == 2
             weight = self.weight.detach().to(dtype) if twice else self.cast(dtype)[0]
             self._products[dtype] = (self._version, HeadProducts(weight))
         return self._products[dtype][1]
