@@ -154,6 +154,11 @@ def _report_run(args: argparse.Namespace) -> int:
 
 
 def _measure(args: argparse.Namespace) -> int:
+    from dflash_lightning.commands.early import finished_run
+    from dflash_lightning.commands.measure_words import MeasureWords
+
+    for name in MeasureWords.read(args.runs, args.overrides, to=args.to).runs:
+        finished_run(name)
     from dflash_lightning.commands.measure import measure
 
     return measure(args)
@@ -169,9 +174,12 @@ def _sweep(args: argparse.Namespace) -> int:
 
 
 def _compare(args: argparse.Namespace) -> int:
+    from dflash_lightning.commands.early import checked_runs
+
+    runs = checked_runs(args)
     from dflash_lightning.commands.compare import compare
 
-    return compare(args, _comparison_page)
+    return compare(args, runs, _comparison_page)
 
 
 def _comparison_page(found: dict[str, Any]) -> str:
@@ -238,6 +246,9 @@ def _new(args: argparse.Namespace) -> int:
 
 
 def _smoke(args: argparse.Namespace) -> int:
+    from dflash_lightning.commands.smoke_words import smoke_words
+
+    smoke_words(args.recipes)
     from dflash_lightning.commands.smoke import smoke
 
     return smoke(args)

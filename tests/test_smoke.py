@@ -13,10 +13,11 @@ import torch
 from dflash_lightning.cli import main
 from dflash_lightning.commands import smoke as smoke_command
 from dflash_lightning.commands import smoke_law
-from dflash_lightning.commands.smoke import _line, chosen, try_recipe
+from dflash_lightning.commands.smoke import _line, try_recipe
 from dflash_lightning.commands.smoke_law import p_value
 from dflash_lightning.commands.smoke_stages import Trial
 from dflash_lightning.commands.smoke_toy import ToyWorld, toy_recipe
+from dflash_lightning.commands.smoke_words import chosen
 from dflash_lightning.decoding import DecodingSettings
 from dflash_lightning.loss import LossTerm
 from dflash_lightning.recipe import RecipeError, list_faults, load_recipe

@@ -30,6 +30,8 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("start_up")
     (place / "rows.jsonl").write_text('{"text": "hello there"}\n')
     (place / "target").mkdir()
+    (place / "drafter").mkdir()
+    (place / "drafter" / "config.json").write_text("{}")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(place)
         run = RunFolder(Path("done"))
@@ -75,6 +77,22 @@ LIGHT = {
     "regenerate of no target": (["regenerate", "rows.jsonl", "--target", "/gone", "--out", "o"], 2, "folder /gone"),
     "export": (["export", "--draft", "gone", "--format", "hf", "--out", "o"], 2, "there is no gone"),
     "check": (["check", "gone"], 2, "gone: there is no such folder"),
+    "check of no export": (["check", "target"], 2, "target: there is no config.json"),
+    "export to a folder that exists": (
+        ["export", "--draft", "drafter", "--format", "hf", "--out", "done"],
+        2,
+        "--replace",
+    ),
+    "export over a run": (
+        ["export", "--draft", "drafter", "--format", "hf", "--out", "done", "--replace"],
+        2,
+        "done is a run (it holds recipe.yaml)",
+    ),
+    "compare": (["compare", "gone"], 2, "RUN: there is no gone"),
+    "compare of a run without figures": (["compare", "done"], 2, "nothing is measured, so there is nothing to compare"),
+    "compare of damaged figures": (["compare", "rows.jsonl"], 2, "rows.jsonl: holds no runs of a comparison"),
+    "measure": (["measure", "target"], 2, "target is no run folder"),
+    "smoke": (["smoke", "quikstart"], 2, "Did you mean 'quickstart'?"),
     "inspect": (["inspect", "gone.jsonl", "--target", "./target"], 2, "gone.jsonl is not a file"),
     "inspect of a recipe": (["inspect", "smoke", "data.max_lenght=3"], 2, "Did you mean 'max_length'?"),
 }
@@ -107,6 +125,16 @@ def test_what_text_tells_is_said_without_torch(name: str, light: dict[str, Any])
     assert loaded == []
     assert (status, LIGHT[name][2] in said) == (LIGHT[name][1], True), said
     assert "Traceback" not in said
+
+
+def test_a_comparison_imports_torch_and_no_transformers(here: Path) -> None:
+    code = f"""
+import json, sys
+from dflash_lightning.cli import main
+status = main(["compare", {str(ROOT / "docs" / "bench_sampled.json")!r}])
+print(json.dumps([status, "torch" in sys.modules, "transformers" in sys.modules]))
+"""
+    assert _python(code, here) == [0, True, False]
 
 
 def test_commands_that_decode_import_no_lightning(here: Path) -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
 from typing import Any
 
 from dflash_lightning.bench.differences import differences
 from dflash_lightning.bench.runs import Run
-from dflash_lightning.decoding import DecodingSettings
+from dflash_lightning.recipe.arguments import source_defaults
 
-_DEFAULTS = {field.name: field.default for field in fields(DecodingSettings)}
+_DEFAULTS = source_defaults("dflash_lightning.decoding.settings.DecodingSettings")  # read as text: no torch
 _SHOWN = 12  # characters of a digest
 
 

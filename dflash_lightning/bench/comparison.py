@@ -12,7 +12,7 @@ from dflash_lightning.bench.alike import check_one_recipe, speed_notes, unlike
 from dflash_lightning.bench.bootstrap import Counts, difference_estimate, estimate, rank_correlation, tau_estimate
 from dflash_lightning.bench.differences import differences
 from dflash_lightning.bench.method import common_overrides
-from dflash_lightning.bench.runs import Run, slot_sums, told_run
+from dflash_lightning.bench.runs import Run, check_measured, slot_sums, told_run
 from dflash_lightning.decoding.stats import DecodeStats
 from dflash_lightning.recipe.faults import hint_for
 
@@ -32,9 +32,7 @@ def compare_runs(runs: Sequence[Run], *, baseline: str | None = None, mixed: boo
         ValueError: no run has figures; runs of different targets, data or protocols, or of one name and different
             recipes, and not ``mixed``; no method is called ``baseline``.
     """
-    measured = [run for run in runs if run.measured is not None]
-    if not measured:
-        raise ValueError("\n".join(["RUN: nothing is measured, so there is nothing to compare:", *_reasons(runs)]))
+    measured = check_measured(runs)
     common = common_overrides([run.method for run in runs])
     methods: dict[str, list[Run]] = {}
     for run in runs:
@@ -58,10 +56,6 @@ def compare_runs(runs: Sequence[Run], *, baseline: str | None = None, mixed: boo
         "gaps": gaps + [f"{one['name']}: {gap}" for one in told for gap in one["gaps"]],
         "runs": [told_run(run) for run in runs],
     }
-
-
-def _reasons(runs: Sequence[Run]) -> list[str]:
-    return [f"  - {run.where}: {run.gap}" for run in runs]
 
 
 def _measured(runs: Sequence[Run]) -> list[Run]:

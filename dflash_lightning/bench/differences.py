@@ -88,12 +88,17 @@ def _part(key: str, node: dict[str, Any]) -> str:
     return f"{name} ({', '.join(own)})" if own else name
 
 
+@lru_cache(maxsize=32)
+def _options(group: str) -> dict[str, dict[str, Any]]:
+    """The content of every shipped option of a group; reading them takes a comparison longer than the rest of it."""
+    return {name: read_mapping(recipes_folder() / group / f"{name}.yaml") for name in group_options().get(group, ())}
+
+
 @lru_cache(maxsize=256)
 def _option(group: str, path: str) -> tuple[str, dict[str, Any]]:
     """The one shipped option of a group that makes a class, and its file's content; empty where it is not one."""
     found = []
-    for name in group_options().get(group, ()):
-        tree = read_mapping(recipes_folder() / group / f"{name}.yaml")
+    for name, tree in _options(group).items():
         nodes = [tree, *(part for part in tree.values() if isinstance(part, dict))]
         if any(node.get("_target_") == path for node in nodes):
             found.append((name, tree))

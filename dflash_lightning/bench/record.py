@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from dflash_lightning.bench.held import measured_faults
 from dflash_lightning.bench.method import Method
-from dflash_lightning.bench.settings import Measure
-from dflash_lightning.files import file_digest, find_draft_place, find_file
+from dflash_lightning.files import file_digest, find_draft_place
 from dflash_lightning.run import RunFolder
 
 MEASURED_FILE = "measured.json"
@@ -34,42 +31,6 @@ def read_measured(file: Path) -> dict[str, Any]:
     if wrong := measured_faults(found):
         raise ValueError(f"{file}: is no {MEASURED_FILE} ({', '.join(wrong)} is missing or of another kind). {advice}.")
     return found
-
-
-def protocol_of(run: RunFolder, recipe: dict[str, Any], measure: Measure) -> dict[str, Any]:
-    """What must be the same for figures of two runs to be comparable: rows, prompts, and how they were decoded."""
-    data = recipe.get("data") or {}
-    return {
-        "train_rows": _train_digest(run.state.get("data") or {}),
-        "train_limit": data.get("limit"),
-        "prompts": {
-            domain: file_digest(find_file(name, setting=f"measure.prompts.{domain}"))
-            for domain, name in measure.prompts.items()
-        },
-        "expected": {
-            where: file_digest(find_file(name, setting=f"measure.expected.{where}"))
-            for where, name in flat_files(measure.expected or {})
-        },
-        "dtype": str((recipe.get("target") or {}).get("dtype")),
-        **measure.summary(),
-    }
-
-
-def flat_files(tree: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Files of a mapping that names one, or one per domain, by key: ``greedy``, ``greedy.code``."""
-    for key, value in tree.items():
-        if isinstance(value, str):
-            yield key, value
-        else:
-            yield from ((f"{key}.{domain}", name) for domain, name in value.items())
-
-
-def _train_digest(data: dict[str, str]) -> str | None:
-    """One digest of all training files, in the order of the recipe; of a single file its own."""
-    digests = [digest for where, digest in data.items() if where.startswith("data.train")]
-    if len(digests) < 2:
-        return digests[0] if digests else None
-    return hashlib.sha256("\n".join(digests).encode()).hexdigest()
 
 
 def training_of(run: RunFolder, checkpoint_step: int | None, parameters: int) -> dict[str, Any]:

@@ -66,6 +66,19 @@ def find_runs(words: Sequence[str]) -> list[Run]:
     return list(runs.values())
 
 
+def check_measured(runs: Sequence[Run]) -> list[Run]:
+    """The runs that have figures.
+
+    Raises:
+        ValueError: none has; says of each why.
+    """
+    measured = [run for run in runs if run.measured is not None]
+    if not measured:
+        gaps = [f"  - {run.where}: {run.gap}" for run in runs]
+        raise ValueError("\n".join(["RUN: nothing is measured, so there is nothing to compare:", *gaps]))
+    return measured
+
+
 def _check_once(runs: list[Run]) -> None:
     seen: dict[tuple[Method, int | None], Run] = {}
     for run in runs:
@@ -120,13 +133,18 @@ def _of_folder(place: Path) -> Run:
     state, recipe = folder.state, read_recipe(folder.recipe)
     method, seed, file = Method.of_run(state, recipe), recipe.get("seed"), place / MEASURED_FILE
     if not folder.finished:
-        return Run(str(place), method, seed, recipe, gap="not finished")
+        return Run(str(place), method, seed, recipe, gap=f"not finished (dflash fit {place})")
     if not file.exists():
-        return Run(str(place), method, seed, recipe, gap=f"no {MEASURED_FILE} (dflash measure {place})")
+        return Run(str(place), method, seed, recipe, gap=f"no {MEASURED_FILE} ({_to_measure(place, recipe)})")
     measured = read_measured(file)
     if measured["drafter_sha256"] != drafter_digest(place):
-        return Run(str(place), method, seed, recipe, gap=f"measured with other weights (dflash measure {place})")
+        return Run(str(place), method, seed, recipe, gap=f"measured with other weights ({_to_measure(place, recipe)})")
     return Run(str(place), method, seed, recipe, measured)
+
+
+def _to_measure(place: Path, recipe: dict[str, Any]) -> str:
+    """The command that measures a run; a recipe that names nothing to measure is measured on the bench's prompts."""
+    return f"dflash measure {place}{'' if recipe.get('measure') else ' measure=bench'}"
 
 
 # -- the file of a comparison -----------------------------------------------------------------------------------------

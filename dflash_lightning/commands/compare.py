@@ -4,33 +4,23 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from dflash_lightning.bench.comparison import compare_runs
-from dflash_lightning.bench.record import MEASURED_FILE
-from dflash_lightning.bench.runs import find_runs
+from dflash_lightning.bench.runs import Run
 from dflash_lightning.bench.tables import render
-from dflash_lightning.commands.output_file import check_output
-from dflash_lightning.files import RECIPE_FILE, STATE_FILE, write_atomic
+from dflash_lightning.files import write_atomic
 from dflash_lightning.run import json_text
 
 
-def compare(args: argparse.Namespace, page: Callable[[dict[str, Any]], str]) -> int:
-    """Print the comparison, and write it where asked; ``page`` makes the one for a browser.
+def compare(args: argparse.Namespace, runs: Sequence[Run], page: Callable[[dict[str, Any]], str]) -> int:
+    """Print the comparison of ``runs``, and write it where asked; ``page`` makes the one for a browser.
 
     Raises:
-        ValueError: runs that cannot be compared, see ``find_runs`` and ``compare_runs``; a file that cannot be written.
+        ValueError: runs that cannot be compared, see ``compare_runs``.
     """
-    for option in ("json", "html"):
-        check_output(getattr(args, option), f"--{option}", args.runs if option == "html" else [])
-    if args.json and args.html and Path(args.json).resolve() == Path(args.html).resolve():
-        raise ValueError(f"--html: {args.html} is the file of --json, too. Name two files.")
-    runs = find_runs(args.runs)
-    read = [str(Path(run.where) / name) for run in runs for name in (MEASURED_FILE, RECIPE_FILE, STATE_FILE)]
-    for option in ("json", "html"):
-        check_output(getattr(args, option), f"--{option}", read)
     found = compare_runs(runs, baseline=args.baseline, mixed=args.mixed)
     if args.json:
         write_atomic(Path(args.json), comparison_text(found))

@@ -10,8 +10,9 @@ from typing import Any
 from dflash_lightning.commands.drafts import FoundDraft, find_draft, open_target_of
 from dflash_lightning.commands.run_figures import figures_of, own_prompts, trained_length
 from dflash_lightning.data import load_prompts, render_prompt
-from dflash_lightning.export import FORMATS, check_format, check_place, serving
+from dflash_lightning.export import FORMATS, check_format, serving
 from dflash_lightning.export import export as write_export
+from dflash_lightning.files import check_export_place
 from dflash_lightning.target import FrozenTarget
 
 NUM_PROMPTS = 4
@@ -26,7 +27,7 @@ MESSAGES = (
 def export(args: argparse.Namespace) -> int:
     """Write the folder and print how to serve it."""
     folder = Path(args.out)
-    check_place(folder, replace=args.replace, source=Path(args.draft).expanduser())
+    check_export_place(folder, replace=args.replace, source=Path(args.draft).expanduser())
     draft = find_draft(args.draft)
     check_format(draft.model.config, args.format, args.weights)
     report = figures_of(draft)

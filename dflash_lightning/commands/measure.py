@@ -12,10 +12,12 @@ from omegaconf import OmegaConf
 from dflash_lightning.acceptance import expected_tau, why_not
 from dflash_lightning.bench import Measure
 from dflash_lightning.bench.decode import decode_bench, in_turns
-from dflash_lightning.bench.record import MEASURED_FILE, heading, protocol_of, training_of, why_anew
+from dflash_lightning.bench.protocol import protocol_of
+from dflash_lightning.bench.record import MEASURED_FILE, heading, training_of, why_anew
 from dflash_lightning.bench.settings import fed_by
 from dflash_lightning.bench.summary import one_line
 from dflash_lightning.commands.drafts import FoundDraft, check_device, find_draft
+from dflash_lightning.commands.early import finished_run
 from dflash_lightning.commands.measure_words import MeasureWords
 from dflash_lightning.commands.measured import PromptFile, check_once, load_files
 from dflash_lightning.commands.ready import check_decoding, open_ready
@@ -43,7 +45,7 @@ def measure(args: argparse.Namespace) -> int:
     words = MeasureWords.read(args.runs, args.overrides, to=args.to)
     check_device(args.device)
     check_once(words.runs, "RUN")
-    asked = [(_finished(name), _settings(name, words.settings)) for name in words.runs]
+    asked = [(finished_run(name), _settings(name, words.settings)) for name in words.runs]
     if args.to is not None:
         asked = [(redecoded(run, Path(args.to), words.decoding), settings) for run, settings in asked]
     broken = False
@@ -57,22 +59,6 @@ def measure(args: argparse.Namespace) -> int:
         print(f"measuring {run.path}: {why or '--again'}", flush=True)
         broken |= _measure(run, recipe, settings, protocol, args.device)
     return 1 if broken else 0
-
-
-def _finished(name: str) -> RunFolder:
-    """The folder of a finished run.
-
-    Raises:
-        ValueError: it is none.
-    """
-    run = RunFolder(Path(name).expanduser())
-    if not (run.path / RECIPE_FILE).exists():
-        raise ValueError(f"RUN: {name} is no run folder (it has no {RECIPE_FILE}). Give folders that dflash fit wrote.")
-    if not run.finished:
-        raise ValueError(
-            f"RUN: {name} is not finished, and figures of a run that goes on say nothing. Finish it: dflash fit {name}."
-        )
-    return run
 
 
 def _settings(name: str, words: Sequence[str]) -> Measure:

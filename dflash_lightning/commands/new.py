@@ -110,9 +110,11 @@ def new(args: argparse.Namespace) -> int:
         ValueError: the name or the folder cannot be used, or a file is there already.
     """
     method = plan(args.kind, args.name, args.package, Path.cwd())
-    for path, text in {**method.shared_files(), **method.files()}.items():
-        if not (method.root / path).exists():
-            _write(method.root / path, text)
+    made = {**method.files(), **method.shared_files()}
+    written = [path for path in made if not (method.root / path).exists()]
+    for path in written:
+        _write(method.root / path, made[path])
+    print(f"written: {', '.join(map(str, written))}")
     print(next_steps(method))
     return 0
 
@@ -171,7 +173,7 @@ def _shipped(method: Method) -> list[Path]:
 
 
 def next_steps(method: Method) -> str:
-    """What was written, and what to do with it."""
+    """What to do with what was written."""
     source, option, *recipe, test = method.files()
     chosen = str(recipe[0]) if recipe else f"dflash {method.group}={method.name}"
     steps = [("write the class", str(source)), ("until its test passes", f"python -m pytest {test}")]
@@ -181,7 +183,7 @@ def next_steps(method: Method) -> str:
         ("see it among the options", f"dflash recipes{' ' + str(recipe[0]) if recipe else ''}   ({option})"),
     ]
     lines = [f"  {number}. {what:26} {how}" for number, (what, how) in enumerate(steps, start=1)]
-    return "\n".join([f"written: {', '.join(map(str, method.files()))}", *lines])
+    return "\n".join(lines)
 
 
 def _write(path: Path, text: str) -> None:

@@ -10,7 +10,6 @@ import tempfile
 import textwrap
 import time
 import traceback
-from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -20,10 +19,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 
 from dflash_lightning.commands.smoke_stages import Trial
 from dflash_lightning.commands.smoke_toy import ToyWorld
-from dflash_lightning.recipe.folders import recipe_names
-from dflash_lightning.recipe.load import find_recipe
-
-ALL = "all"
+from dflash_lightning.commands.smoke_words import smoke_words
 
 
 def smoke(args: argparse.Namespace) -> int:
@@ -32,9 +28,7 @@ def smoke(args: argparse.Namespace) -> int:
     Raises:
         ValueError: there is no such recipe.
     """
-    words = args.recipes or [ALL]
-    overrides = [word for word in words if "=" in word or word.startswith("~")]
-    recipes = chosen([word for word in words if word not in overrides] or [ALL])
+    recipes, overrides = smoke_words(args.recipes)
     begin, found = time.perf_counter(), []
     with tempfile.TemporaryDirectory(prefix="dflash-smoke-") as folder, isolate_rng():
         world = _made(Path(folder))
@@ -50,26 +44,6 @@ def smoke(args: argparse.Namespace) -> int:
         said = f"{len(failed)} of {len(found)} failed: {', '.join(failed)}" if failed else "all passed"
         print(f"{len(found)} {'recipe' if len(found) == 1 else 'recipes'} in {seconds:.0f} s, {said}")
     return 1 if failed else 0
-
-
-def chosen(words: Sequence[str]) -> list[str]:
-    """The recipes that are meant: ``all`` are the shipped ones, ``FOLDER/all`` those of a sub-folder.
-
-    ``all`` leaves sub-folders out: what lies there are variants, most of which differ from a recipe in a number.
-
-    Raises:
-        RecipeError: there is none of a name.
-    """
-    names = [name for word in words for name in _meant(word)]
-    for name in names:
-        find_recipe(name)
-    return list(dict.fromkeys(names))
-
-
-def _meant(word: str) -> list[str]:
-    folder, _, last = word.rpartition("/")
-    inside = [name for name in recipe_names() if name.rpartition("/")[0] == folder] if last == ALL else []
-    return inside or [word]
 
 
 def _made(folder: Path) -> ToyWorld:

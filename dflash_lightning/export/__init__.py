@@ -6,7 +6,7 @@ from dflash_lightning.export.check import Outcome, check
 from dflash_lightning.export.exported import Exported
 from dflash_lightning.export.formats import FORMATS
 from dflash_lightning.export.replay import merge_observed
-from dflash_lightning.export.write import check_format, check_place, export
+from dflash_lightning.export.write import check_format, export
 
 __all__ = [
     "DTYPES",
@@ -17,7 +17,6 @@ __all__ = [
     "Outcome",
     "check",
     "check_format",
-    "check_place",
     "export",
     "merge_observed",
     "serving",

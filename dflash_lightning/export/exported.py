@@ -11,8 +11,8 @@ from torch import Tensor
 
 from dflash_lightning.export.base import Exporter
 from dflash_lightning.export.formats import FORMATS
-from dflash_lightning.export.replay import REPLAY_FILE, Replay
-from dflash_lightning.files import CONFIG_FILE
+from dflash_lightning.export.replay import Replay
+from dflash_lightning.files import CONFIG_FILE, REPLAY_FILE
 from dflash_lightning.model.files import WEIGHTS_FILE, read_object
 from dflash_lightning.model.stated import check_kinds
 

@@ -14,13 +14,13 @@ from torch import Tensor
 from dflash_lightning.decoding import DecodingSettings
 from dflash_lightning.decoding.builder.chain import best_tokens
 from dflash_lightning.export.conventions import Conventions, Drafting
+from dflash_lightning.files import REPLAY_FILE
 from dflash_lightning.model import DraftModel
 from dflash_lightning.ops.lm_head import LanguageHead
 from dflash_lightning.ops.plain_mode import plain_mode
 from dflash_lightning.target import FrozenTarget
 from dflash_lightning.types import FeatureSpec, best_chain
 
-REPLAY_FILE = "replay.json"
 NUM_LARGEST, NUM_SPREAD = 16, 32  # logits kept per slot: the largest, and token ids evenly spaced over the vocabulary
 HOW_TO_READ = (
     "Decode each prompt_ids greedily with the target alone or drafted: output_ids must come out. The first block's "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,8 @@ from dflash_lightning.export.card import model_card
 from dflash_lightning.export.conventions import Drafting
 from dflash_lightning.export.faults import TOLERANCES, logit_error
 from dflash_lightning.export.formats import FORMATS
-from dflash_lightning.export.replay import REPLAY_FILE, RecordedPrompt, Replay, Replayer, digests, record
-from dflash_lightning.files import RECIPE_FILE
+from dflash_lightning.export.replay import RecordedPrompt, Replay, Replayer, digests, record
+from dflash_lightning.files import REPLAY_FILE, check_export_place
 from dflash_lightning.model import DraftModel
 from dflash_lightning.model.config import identify
 from dflash_lightning.model.files import file_names, write_folder
@@ -51,11 +50,11 @@ def export(
 
     Raises:
         ValueError: the format cannot hold the drafter, the drafter is not the target's, or
-            ``check_place`` refuses the folder.
+            ``check_export_place`` refuses the folder.
         OSError: it could not be written; what was there before is unchanged.
     """
     exporter = check_format(draft.config, format, dtype)
-    check_place(folder, replace=replace)
+    check_export_place(folder, replace=replace)
     target.check_draft(draft.config)
     check_mask_token_id(draft.config.mask_token_id, target)
     config = _own_config(draft.config, target, chat_template_kwargs or {})
@@ -82,35 +81,6 @@ def export(
     files |= {"config.json": _json(raw), REPLAY_FILE: _json(replay.as_json(), indent=None)}
     write_folder(folder, lambda place: _write(place, tensors, files))
     return facts
-
-
-def check_place(folder: Path, *, replace: bool, source: Path | None = None) -> None:
-    """Refuse to write to ``folder`` where something stands that is not ours to delete.
-
-    With ``replace`` only a real folder may stand there that is empty or an earlier export (it holds the replay).
-    ``source`` is where the drafter is read, which must outlive its export.
-
-    Raises:
-        ValueError: something stands there that is not replaced.
-    """
-    if not os.path.lexists(folder):
-        return
-    if not replace:
-        raise ValueError(f"--out: {folder} exists. Choose another folder, or allow it to be replaced with --replace.")
-    reason = ""
-    if folder.is_symlink() or not folder.is_dir():
-        reason = "is a link" if folder.is_symlink() else "is no folder"
-    elif source is not None and source.resolve().is_relative_to(folder.resolve()):
-        reason = f"holds the drafter that is exported ({source})"
-    elif (folder / RECIPE_FILE).exists():
-        reason = f"is a run (it holds {RECIPE_FILE})"
-    elif any(folder.iterdir()) and not (folder / REPLAY_FILE).is_file():
-        reason = f"is no earlier export (it holds files, but no {REPLAY_FILE})"
-    if reason:
-        raise ValueError(
-            f"--out: {folder} {reason}, so --replace does not delete it; only an empty folder or an earlier export is "
-            "replaced. Choose another folder."
-        )
 
 
 def check_format(config: DraftConfig, format: str, dtype: str) -> Exporter:

@@ -15,11 +15,12 @@ from huggingface_hub.errors import StrictDataclassError
 
 from dflash_lightning.draft_config import DraftConfig, check_contract
 from dflash_lightning.errors import SettingError
-from dflash_lightning.files import DRAFT_PLACES, find_draft_place
+from dflash_lightning.files import CONFIG_FILE, DRAFT_PLACES, find_draft_place
 from dflash_lightning.model import DraftModel, load_draft
 from dflash_lightning.model.files import planned_model, read_draft_config
 from dflash_lightning.model.stated import check_kinds
 from dflash_lightning.model.weights import check_tensors
+from dflash_lightning.target.hub import hub_place
 
 _PREFIX = "model."  # of the drafter's tensors in a checkpoint
 
@@ -71,9 +72,11 @@ def _load(folder: Path) -> DraftModel:
 
 
 def _from_hub(path: str, setting: str) -> FoundWeights:
-    print(f"{setting}: there is no {path} here; looking for it on the hub ...", file=sys.stderr, flush=True)
+    place = hub_place(path, CONFIG_FILE, setting=setting)
+    if place == path:
+        print(f"{setting}: there is no {path} here; looking for it on the hub ...", file=sys.stderr, flush=True)
     try:
-        return FoundWeights(_load(Path(path)), Path(path))
+        return FoundWeights(_load(Path(place)), Path(path))
     except OSError as error:
         reason = str(error).splitlines()[0][:160]
         raise ValueError(

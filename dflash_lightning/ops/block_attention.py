@@ -68,7 +68,7 @@ def block_attention(
         parts = list(zip(keys, values, seen, strict=True))
         with torch.autocast(q.device.type, enabled=False):
             return attend(q, k_own, v_own, own, parts, scale)[0]
-    given = q, k_own, v_own, keys, values, sources
+    given = q, k_own, v_own, keys, values, [source.over(num_blocks, sources[0].masks) for source in sources]
     if abilities(q.device).flex:
         return _FLEX.flex_block_attention(*given, causal=causal, window=window, scale=scale)
     way = fused_attention if can_fuse(q, k_own, v_own, *keys, *values) else chunked_attention

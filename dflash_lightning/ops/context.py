@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -20,6 +20,8 @@ class KVSource:
     with a sliding window narrows the interval itself, per slot: row ``j`` is ``slot_row[b, n] + i - j`` positions away
     from slot ``i``, where ``slot_row`` is the row that slot 0 would have. ``end`` is at most S.
 
+    An interval may be shared by all blocks: then ``start``, ``end`` and ``slot_row`` are [B 1] (``over``).
+
     ``masks`` is where attention keeps what it made of these intervals for the other layers of the same step; null where
     every layer makes it anew.
     """
@@ -30,6 +32,26 @@ class KVSource:
     end: Int[Tensor, "B N"]
     slot_row: Int[Tensor, "B N"]
     masks: dict[Any, Any] | None = None
+
+    def over(self, num_blocks: int, masks: dict[Any, Any] | None) -> KVSource:
+        """The source with an interval for every block; one interval [B 1] is that of all blocks.
+
+        ``masks`` keeps what is made of it, so that other layers of the step find the same intervals.
+
+        Raises:
+            ValueError: it has intervals for another number of blocks.
+        """
+        count = self.start.shape[1]
+        if count == num_blocks:
+            return self
+        if count != 1:
+            raise ValueError(
+                f"KVSource: start, end and slot_row are of {count} blocks, but the layout has {num_blocks}. Give them "
+                f"as [B, {num_blocks}], or as [B, 1] where all blocks see the same rows."
+            )
+        intervals, kept = (self.start, self.end, self.slot_row), replace(self, masks=masks)
+        start, end, row = made_once([kept], ("over", num_blocks), lambda: [x.expand(-1, num_blocks) for x in intervals])
+        return replace(self, start=start, end=end, slot_row=row)
 
 
 def made_once(sources: Sequence[KVSource], key: tuple[Any, ...], make: Callable[[], Any]) -> Any:

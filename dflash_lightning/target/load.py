@@ -25,6 +25,7 @@ from dflash_lightning.target.facts import find_stop_ids, max_positions, warn_of_
 from dflash_lightning.target.families import check_family, check_structure
 from dflash_lightning.target.frozen import FrozenTarget
 from dflash_lightning.target.gguf import cached_folder, check_gguf_extra, dequantise, forget, is_complete, read
+from dflash_lightning.target.hub import reachable
 from dflash_lightning.target.one_device import check_one_device
 from dflash_lightning.target.outline import folder_or_hub, load_outline
 from dflash_lightning.target.place import TargetLocation, locate
@@ -76,7 +77,7 @@ def load_target(
         check_one_device(device_map.values())
     spread = Spread(tensor_parallel, quantization)
     spread.check(device_map, layers)
-    where = locate(source)
+    where = reachable(locate(source), revision)
     keywords: dict[str, Any] = {"dtype": "auto" if dtype == "auto" else getattr(torch, dtype)}
     if attn_implementation is not None:
         keywords["attn_implementation"] = attn_implementation
@@ -137,7 +138,7 @@ def load_text(source: str, *, revision: str | None = None, trust_remote_code: bo
     Raises:
         ValueError: nothing is there, an optional package is missing, or the family cannot be a target.
     """
-    where, remote = locate(source), {"revision": revision, "trust_remote_code": trust_remote_code}
+    where, remote = reachable(locate(source), revision), {"revision": revision, "trust_remote_code": trust_remote_code}
     if where.gguf_file:
         check_gguf_extra(where.name)
         kept = _kept_copy(where)

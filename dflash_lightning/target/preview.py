@@ -13,6 +13,7 @@ from transformers import AutoConfig, PretrainedConfig
 from dflash_lightning.target.facts import config_facts
 from dflash_lightning.target.families import causal_lm_class, check_family, find_anatomy
 from dflash_lightning.target.gguf import cached_folder, is_complete
+from dflash_lightning.target.hub import reachable
 from dflash_lightning.target.place import TargetLocation, locate
 from dflash_lightning.target.text import TargetText
 from dflash_lightning.types import TargetFacts
@@ -49,7 +50,8 @@ def preview(
     Raises:
         ValueError: nothing is there, or the family cannot be a target.
     """
-    place = _folder_of(locate(source))
+    where = locate(source)
+    place = _folder_of(where if local else reachable(where, revision))
     if place is None:
         return None
     hub: dict[str, Any] = {} if Path(place).is_dir() else {"revision": revision, "local_files_only": local}

@@ -154,7 +154,11 @@ def test_a_seed_that_is_missing_is_marked_and_left_out_of_the_difference(make_ru
     dspark = _method(found, "bench/dspark")
     assert dspark["seeds"] == [1] and dspark["paired"]["greedy"]["n"] == 1
     where = tmp_path / "runs" / "bench-dspark_seed-2"
-    assert dspark["gaps"] == [f"seed 2: no measured.json (dflash measure {where})", "seed 3: no run", "seed 4: no run"]
+    assert dspark["gaps"] == [
+        f"seed 2: no measured.json (dflash measure {where} measure=bench)",
+        "seed 3: no run",
+        "seed 4: no run",
+    ]
     tv = _method(found, "bench/tv")
     assert tv["paired"]["greedy"] is None and "greedy: no seed in common with the baseline" in tv["gaps"]
     assert "bench/dspark: seed 3: no run" in found["gaps"]
@@ -172,8 +176,8 @@ def test_runs_that_are_not_finished_or_changed_or_only_planned_are_gaps(make_run
     found = _found(tmp_path / "runs")
     assert found["methods"][0]["seeds"] == [1]
     assert found["methods"][0]["gaps"] == [
-        "seed 2: not finished",
-        f"seed 3: measured with other weights (dflash measure {changed})",
+        f"seed 2: not finished (dflash fit {tmp_path / 'runs' / 'bench-dflash_seed-2'})",
+        f"seed 3: measured with other weights (dflash measure {changed} measure=bench)",
         "seed 4: not begun",
     ]
 

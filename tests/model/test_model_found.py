@@ -14,6 +14,7 @@ from dflash_lightning.commands.drafts import find_draft
 from dflash_lightning.model import files as model_files
 from dflash_lightning.model import save_draft
 from dflash_lightning.model.found import find_draft_config, find_weights
+from dflash_lightning.target import hub
 
 SMOKE = ["smoke", "target.source=target", "data.max_length=96", "callbacks.speculative_eval.prompts=prompts.jsonl"]
 
@@ -122,11 +123,17 @@ def test_a_name_of_two_words_may_be_a_hub_repository(here, monkeypatch):
     def offline(*_: object, **__: object) -> None:
         raise OSError("We couldn't connect")
 
+    monkeypatch.setattr(hub, "hub_answers", lambda: True)
     monkeypatch.setattr(model_files, "cached_file", offline)
     with pytest.raises(ValueError, match=r"--draft: there is no no/such here, nor could it be read as a hub repo"):
         find_draft("no/such")
     with pytest.raises(ValueError, match=r"--draft: there is no runs/such\. Give a run folder"):
         find_draft("runs/such")
+    monkeypatch.setattr(hub, "hub_answers", lambda: False)
+    with pytest.raises(
+        ValueError, match=r"--draft: no/such is no file or folder here and not among .* be reached\. Give"
+    ):
+        find_draft("no/such")
 
 
 @pytest.mark.parametrize("version", [2, 0, "2"])

@@ -84,6 +84,34 @@ def test_output_and_gradients_equal_the_dense_oracle(monkeypatch, causal, window
         torch.testing.assert_close(a, b, rtol=0, atol=exact)
 
 
+@pytest.mark.parametrize("dtype", EXACT)
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize(("causal", "window"), CASES)
+def test_a_source_that_all_blocks_share_stands_beside_one_with_intervals_of_their_own(causal, window, first, dtype):
+    """Intervals [B, 1] are those of every block; the layers of a step make masks of them once."""
+    masks, sizes = {}, []
+    for seed in range(2):
+        q, k_own, v_own, (own, other) = make_case(dtype=dtype, seed=seed, source_heads=(2, 2))
+        if seed == 0:
+            one = [x[:, :1].clone() for x in (other.start, other.end + 3, other.slot_row)]
+            intervals = [(own.start, own.end, own.slot_row), one]
+        mixed = [KVSource(s.k, s.v, *i, masks) for s, i in zip((own, other), intervals, strict=True)]
+        wide = [KVSource(s.k, s.v, *(x.expand(-1, 5) for x in i)) for s, i in zip((own, other), intervals, strict=True)]
+        order = (lambda x: x) if first == 0 else (lambda x: x[::-1])
+        out = block_attention(q, k_own, v_own, order(mixed), causal=causal, window=window, scale=0.5)
+        expected = dense_attention(q, k_own, v_own, order(wide), causal=causal, window=window, scale=0.5)
+        torch.testing.assert_close(out, expected, rtol=0, atol=EXACT[dtype])
+        sizes.append(len(masks))
+    assert sizes[0] == sizes[1], "masks were made anew for the second layer"
+
+
+def test_intervals_of_another_number_of_blocks_are_refused():
+    q, k_own, v_own, (own, other) = make_case(source_heads=(2, 2))
+    short = KVSource(other.k, other.v, *(x[:, :3] for x in (other.start, other.end, other.slot_row)))
+    with pytest.raises(ValueError, match=r"of 3 blocks, but the layout has 5. Give them as \[B, 5\], or as \[B, 1\]"):
+        block_attention(q, k_own, v_own, [own, short], causal=False, window=None, scale=0.5)
+
+
 @pytest.mark.parametrize(("causal", "window"), CASES)
 def test_a_device_that_must_not_be_read_from_sees_the_same(monkeypatch, causal, window):
     """Chunks are then given the whole context, since which rows they need is on the device: none is read."""
