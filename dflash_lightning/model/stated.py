@@ -41,11 +41,12 @@ _TEXTS = _Kind(
 )
 _OBJECT = _Kind("an object of settings", lambda value: isinstance(value, dict))
 
-_ROPE = {"rope_type": _TEXT, "type": _TEXT, "rope_theta": _NUMBER, "partial_rotary_factor": _NUMBER}
+_FLAT_ROPE = {"rope_theta": _NUMBER, "partial_rotary_factor": _NUMBER}
+_ROPE = {**_FLAT_ROPE, "rope_type": _TEXT, "type": _TEXT}
 _BLOCKS = ("rope_parameters", "rope_scaling")
 # Of settings that stand at the top, in ``dflash_config`` or in speculators' ``transformer_layer_config``.
 _KINDS: dict[str, _Kind] = {
-    **_ROPE,
+    **_FLAT_ROPE,
     **dict.fromkeys(
         (
             "hidden_size",

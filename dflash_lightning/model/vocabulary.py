@@ -22,6 +22,7 @@ def take_extras(model: Any, extras: Mapping[str, Tensor], where: str) -> None:
         ValueError: the maps contradict each other or the configuration.
     """
     config = model.config
+    _check_maps(extras, where)
     _check_copies(extras, config, where)
     ids = torch.arange(config.vocab_size)
     if "d2t" in extras:
@@ -51,6 +52,21 @@ def take_extras(model: Any, extras: Mapping[str, Tensor], where: str) -> None:
         config.target = {**config.target, "rows": rows}
 
 
+def _check_maps(extras: Mapping[str, Tensor], where: str) -> None:
+    """Refuse maps that are no lists of whole numbers.
+
+    Raises:
+        ValueError: says what stands there instead.
+    """
+    for name in VOCABULARY_MAPS:
+        found = extras.get(name)
+        if found is not None and (found.ndim != 1 or not len(found) or found.is_floating_point()):
+            raise ValueError(
+                f"{where}: {name} is no list of ids but {str(found.dtype).removeprefix('torch.')} of shape "
+                f"{tuple(found.shape)}. The file is damaged, or of another format than speculators'."
+            )
+
+
 def _check_copies(extras: Mapping[str, Tensor], config: Any, where: str) -> None:
     """Refuse copies of the target's weights that are those of a model of other sizes.
 
@@ -78,12 +94,6 @@ def draft_ids(
         ValueError: two draft ids stand for one token, a token is outside the target's vocabulary, or ``t2d`` marks
             other tokens than ``d2t`` names.
     """
-    for name, map_ in (("d2t", d2t), ("t2d", t2d)):
-        if map_ is not None and (map_.ndim != 1 or not len(map_) or map_.is_floating_point()):
-            raise ValueError(
-                f"{where}: {name} is no list of ids but {str(map_.dtype).removeprefix('torch.')} of shape "
-                f"{tuple(map_.shape)}. The file is damaged, or of another format than speculators'."
-            )
     ids = d2t.long() + torch.arange(len(d2t))
     marked = set(ids.tolist()) if t2d is None else set(t2d.nonzero().flatten().tolist())
     named = set(ids.tolist())

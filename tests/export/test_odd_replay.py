@@ -23,6 +23,7 @@ def test_what_export_writes_is_read():
     assert Replay.from_json(REPLAY | {"prompts": [single]}).prompts[0].committed == []
 
 
+@pytest.mark.compiled  # the shape hook would find the kind first
 @pytest.mark.parametrize(
     ("change", "said"),
     [
