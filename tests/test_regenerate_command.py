@@ -89,3 +89,32 @@ def test_settings_that_cannot_be_meant_are_refused(
     assert main(command(*more)) == 2
     assert message in capsys.readouterr().err
     assert not (here / "out.jsonl.meta.json").exists()
+
+
+@pytest.mark.parametrize("name", [".", "/dev/null", ""])
+def test_a_name_under_which_no_rows_can_be_kept_is_refused_before_the_target_is_read(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr("dflash_lightning.commands.regenerate.open_target", None)
+    assert main([*command(), "--out", name]) == 2
+    assert f"--out: {name or 'an empty name'} is no file of rows" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("meta", "said"),
+    [
+        (None, "out.jsonl is there, and is not known to be of dflash regenerate (it has no out.jsonl.meta.json)"),
+        ("{", "out.jsonl.meta.json is damaged"),
+        ("[]", "out.jsonl.meta.json is damaged"),
+        ('{"made_with": 1, "complete": false}', "out.jsonl.meta.json is damaged"),
+        ('{"made_with": {}, "complete": true}', "out.jsonl.meta.json is damaged"),
+        ('{"made_with": {}, "complete": true, "counts": {"x": 1}}', "out.jsonl.meta.json is damaged"),
+    ],
+)
+def test_a_file_of_others_is_kept(here: Path, capsys: pytest.CaptureFixture[str], meta: str | None, said: str) -> None:
+    (here / "out.jsonl").write_text("precious")
+    if meta is not None:
+        (here / "out.jsonl.meta.json").write_text(meta)
+    assert main(command()) == 2
+    assert said in capsys.readouterr().err
+    assert (here / "out.jsonl").read_text() == "precious"

@@ -15,7 +15,7 @@ from dflash_lightning.bench.plan import Plan
 from dflash_lightning.bench.points import Point, make_points
 from dflash_lightning.bench.record import MEASURED_FILE
 from dflash_lightning.bench.runs import Run, check_measured, find_runs
-from dflash_lightning.commands.output_file import check_output
+from dflash_lightning.commands.output_file import check_output, check_rows_file
 from dflash_lightning.files import (
     RECIPE_FILE,
     STATE_FILE,
@@ -50,6 +50,8 @@ def check_files(args: argparse.Namespace) -> None:
         find_file(args.observed, setting="--observed")
     if args.command == "report":
         check_output(args.html, "--html", [])
+    if args.command == "regenerate":
+        check_rows_file(args.out, "--out")
     if args.command == "check" and not Path(args.folder).is_dir():
         raise ValueError(f"{args.folder}: there is no such folder. Give one that dflash export wrote.")
     if args.command == "check" and (lacks := missing_in_export(Path(args.folder))):

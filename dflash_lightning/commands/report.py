@@ -16,7 +16,7 @@ from dflash_lightning.commands.measured import load_files
 from dflash_lightning.commands.ready import decoding_of, open_ready
 from dflash_lightning.commands.report_decoding import decode_for_report
 from dflash_lightning.commands.report_page import about_run, further, measure_further, possible_sizes
-from dflash_lightning.commands.report_text import failures, table
+from dflash_lightning.commands.report_text import SHOWN, failures, table
 from dflash_lightning.commands.run_figures import PROMPTS_KEY, REPORT_FILE, own_prompts, read_report
 from dflash_lightning.data import Prompt
 from dflash_lightning.data.overlap import ngram_overlap
@@ -138,12 +138,12 @@ def _asked(
 
 
 def _holds(earlier: dict[str, Any], asked: dict[str, Any]) -> bool:
-    """Whether a report has all that is asked now; curves and answers may be in it without being asked for."""
+    """Whether a report is whole and has all that is asked now; curves and answers may be in it without being asked."""
     there = dict(earlier.get("asked") or {})
     for name in ("batch_sizes", "answers"):
         if name not in asked:
             there.pop(name, None)
-    return there == asked
+    return there == asked and all(name in earlier for name in SHOWN)
 
 
 def _measure(

@@ -12,6 +12,14 @@ _MINUTES = {
 }
 
 
+SHOWN = (
+    *("tau", "tau_interval", "verdict", "prompts", "note", "other_target", "looped_answers", "cut_answers"),
+    *("timed_prompts", "batched_prompts", "batch_size", "s_per_token", "cpu_s_per_token", "device", "dtype", "machine"),
+    *("speedup_over_autoregressive", "speedup_over_transformers_generate", "overlap_with_training", "warnings"),
+    *("identical_to_transformers_generate", "identical_to_plain_decoding"),
+)  # of a report's figures, those without which it cannot be printed
+
+
 def failures(figures: dict[str, Any], min_tau: float | None) -> list[str]:
     """Why the exit status is 1; empty for a good report.
 

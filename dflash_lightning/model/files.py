@@ -118,6 +118,7 @@ def load_draft_weights(
     want_info = kwargs.pop("output_loading_info", False)
     mapping = _key_mapping(names, source)
     kwargs |= {"key_mapping": mapping, "output_loading_info": True, "ignore_mismatched_sizes": True}
+    _check_weights_there(Path(path))
     with without_load_report():  # the faults are listed here, and extras are no fault
         try:
             _check_shapes(planned, _renamed(stored_shapes(path, **hub), mapping, str(path)), source, str(path))
@@ -131,6 +132,17 @@ def load_draft_weights(
         take_extras(model, read_tensors(path, sorted(extras), **hub), str(path))
     model._weight_conversions = []  # saving renames by ``file_names``, not by transformers' record of this load
     return (model, info) if want_info else model
+
+
+def _check_weights_there(folder: Path) -> None:
+    """Refuse a folder of settings alone; what is no folder here is the hub's.
+
+    Raises:
+        ValueError: it holds no file of weights.
+    """
+    kinds = ("*.safetensors", "*.bin", "*.safetensors.index.json")
+    if folder.is_dir() and not any(any(folder.glob(kind)) for kind in kinds):
+        raise ValueError(f"{folder}: it holds {CONFIG_FILE} and no weights ({WEIGHTS_FILE}). Copy them there too.")
 
 
 def _unreadable(folder: str | Path, file: str, error: SafetensorError) -> ValueError:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pickle
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 
 from dflash_lightning.draft_config import DraftConfig, check_contract
+from dflash_lightning.errors import SettingError
 from dflash_lightning.files import CONFIG_FILE, DRAFT_PLACES, find_draft_place
 from dflash_lightning.model import DraftModel, load_draft
 from dflash_lightning.model.files import planned_model, read_draft_config
@@ -44,7 +47,22 @@ def find_weights(path: str | Path, *, setting: str) -> FoundWeights:
     place = find_draft_place(path, setting=setting)
     if place is None:
         return _from_hub(str(path), setting)
-    return read_checkpoint(place, setting=setting) if place.is_file() else FoundWeights(_load(place), place)
+    if place.is_file():
+        return read_checkpoint(place, setting=setting)
+    with _blamed(setting):
+        return FoundWeights(_load(place), place)
+
+
+@contextmanager
+def _blamed(setting: str) -> Iterator[None]:
+    """Say of an error in a folder which key of a recipe names the folder; options of commands say so by themselves."""
+    try:
+        yield
+    except ValueError as error:
+        if setting.startswith("--"):
+            raise
+        what, _, do = str(error).partition(". ")
+        raise SettingError(setting, what, do=do) from error
 
 
 def _load(folder: Path) -> DraftModel:
@@ -96,7 +114,8 @@ def find_draft_config(path: str | Path, *, setting: str) -> DraftConfig | None:
     if place is None:
         return None
     if place.is_dir():
-        return read_draft_config(place)
+        with _blamed(setting):
+            return read_draft_config(place)
     return _config_of(_read(place, setting, mmap=True), f"{setting}: {place}")
 
 

@@ -175,7 +175,7 @@ def _logit_bytes(
     """The chunks of logits that exist at a time, copies of the head, and the hidden rows with their gradients."""
     columns, width = draft.config.draft_vocab_size or target.facts.vocab_size, draft.config.hidden_size
     narrow = _WIDE if autocast is None else autocast.itemsize
-    copies = packed_copies(draft.device, columns * width * narrow)
+    copies = packed_copies(draft.device, columns, width, narrow)
     over = can_fuse(next(draft.parameters())) and not spec.last_hidden  # all is read from logits as they are stored
     each = narrow if over else (_CHUNKS + 2 * spec.last_hidden) * _WIDE + (narrow if autocast is not None else 0)
     size, buffers = (narrow, 1) if over else (_WIDE, _CHUNKS)

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from dflash_lightning.ops.head_products import HeadProducts
+from dflash_lightning.ops.head_products import HeadProducts, packed_copies
 
 
 @dataclass(eq=False)
@@ -86,7 +86,11 @@ class LanguageHead:
     def products(self, dtype: torch.dtype) -> HeadProducts:
         """The products of training steps in ``dtype``, whose weights are laid out once and kept."""
         if dtype not in self._products or self._products[dtype][0] != self._version:
-            self._products[dtype] = (self._version, HeadProducts(self.weight.detach().to(dtype)))
+            # Where both copies are laid out, nobody reads the plain one afterwards.
+            columns, width = self.weight.shape
+            twice = packed_copies(self.weight.device, columns, width, dtype.itemsize) == 2
+            weight = self.weight.detach().to(dtype) if twice else self.cast(dtype)[0]
+            self._products[dtype] = (self._version, HeadProducts(weight))
         return self._products[dtype][1]
 
     @property

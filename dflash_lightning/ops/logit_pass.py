@@ -135,8 +135,8 @@ class LogitPass:
         rows = chunk_rows(hidden.device, self._columns, itemsize=size, packed=products.packed, buffers=buffers)
         spans = cut(len(self.rows), self.chunk_rows or rows)
         shape = max([s.stop - s.start for s in spans], default=0), len(lm.weight)
-        rooms = [hidden.new_empty(shape, dtype=dtype) for dtype in (self.dtype, self.wide, self.wide)]
-        return spans, Rooms(products, *rooms, narrow)
+        logits, probs, part = (hidden.new_empty(shape, dtype=dtype) for dtype in (self.dtype, self.wide, self.wide))
+        return spans, Rooms(products, logits, probs, part, narrow)
 
     def _answer_and_grade(
         self,

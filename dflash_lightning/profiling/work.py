@@ -102,7 +102,8 @@ def step_work(shape: Shape, *, seen: int, scored: int, device: str = "cpu") -> W
 def head_products(shape: Shape, rows: int, device: str = "cpu") -> list[Product]:
     """The language head's two products over the scored slots, chunk by chunk: the logits, and the slots' gradient."""
     columns = shape.draft_vocab or shape.vocab
-    place, packed = torch.device(device), packed_copies(torch.device(device), 4 * columns * shape.hidden) > 0
+    place = torch.device(device)
+    packed = packed_copies(place, columns, shape.hidden, 4) > 0
     pieces = cut(rows, chunk_rows(place, columns, itemsize=4, packed=packed, buffers=1))
     sizes = [piece.stop - piece.start for piece in pieces]
     kinds: tuple[Kind, ...] = ("forward", "input")

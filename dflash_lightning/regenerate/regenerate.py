@@ -194,8 +194,13 @@ def _finished(out: Path, log: RowLog, made_with: dict[str, Any]) -> Counts | Non
     if not out.exists() and not len(log):
         return None
     meta = meta_path(out)
-    there = json.loads(meta.read_text(encoding="utf-8")) if meta.exists() else {}
-    found, wanted = there.get("made_with", {}), json.loads(_dump(made_with))
+    if not meta.exists():
+        raise ValueError(
+            f"regenerate: {out} is there, and is not known to be of dflash regenerate (it has no {meta.name}). Move it "
+            "away, or write to another file."
+        )
+    there = _read_meta(meta)
+    found, wanted = there["made_with"], json.loads(_dump(made_with))
     different = sorted(key for key in wanted if found.get(key) != wanted[key])
     if different:
         raise ValueError(
@@ -203,6 +208,25 @@ def _finished(out: Path, log: RowLog, made_with: dict[str, Any]) -> Counts | Non
             "or write to another file."
         )
     return Counts(**there["counts"]) if out.exists() and there["complete"] is True else None
+
+
+def _read_meta(meta: Path) -> dict[str, Any]:
+    """What an earlier call noted.
+
+    Raises:
+        ValueError: the file is damaged.
+    """
+    try:
+        there = json.loads(meta.read_text(encoding="utf-8"))
+        if not isinstance(there["made_with"], dict) or not isinstance(there["complete"], bool):
+            raise TypeError("made_with or complete is of another kind")
+        Counts(**there["counts"] if there["complete"] else {})
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"regenerate: {meta} is damaged ({error!r}), so it is open what its rows were made with. Move both files "
+            "away, or write to another file."
+        ) from error
+    return dict(there)
 
 
 # -- provenance -------------------------------------------------------------------------------------------------------

@@ -15,11 +15,14 @@ from dflash_lightning.bench.held import measured_faults
 from dflash_lightning.bench.runs import find_runs, told_run
 from dflash_lightning.bench.tables import render
 from dflash_lightning.cli import main
+from dflash_lightning.commands.output_file import check_output
+from dflash_lightning.commands.report import _holds
+from dflash_lightning.commands.report_text import SHOWN
 from dflash_lightning.run import RunFolder
 
 from .conftest import MakeRun, measured_of
 
-ODD = [None, "x", [1], {}, float("nan"), float("inf")]
+ODD = [None, "x", [1], [], {}, float("nan"), float("inf")]
 
 
 def changed(tree: Any) -> Iterator[tuple[str, Any]]:
@@ -121,3 +124,21 @@ def test_a_file_behind_a_link_is_written_and_a_device_stays_one(make_run: MakeRu
     (tmp_path / "null.json").symlink_to("/dev/null")
     assert main(["compare", str(place), "--json", str(tmp_path / "null.json")]) == 0
     assert (tmp_path / "null.json").is_symlink() and not Path("/dev/null").is_file()
+
+
+def test_a_report_that_lacks_a_figure_is_not_kept() -> None:
+    asked = {"limit": None}
+    whole = {"asked": asked, **dict.fromkeys(SHOWN)}
+    assert _holds(whole, asked)
+    assert not any(_holds({key: value for key, value in whole.items() if key != name}, asked) for name in SHOWN)
+
+
+def test_what_a_command_writes_does_not_take_the_place_of_a_runs_files(make_run: MakeRun, tmp_path: Path) -> None:
+    place = make_run("bench/dflash", 1)
+    (tmp_path / "link.html").symlink_to(place / "run.json")
+    for name in ("recipe.yaml", "run.json", "measured.json", "checkpoints/last.ckpt", "../../link.html"):
+        with pytest.raises(ValueError, match=r"--html: .* is a file of a run or a drafter, which would be lost"):
+            check_output(str(place / name), "--html", [])
+    check_output(str(place / "page.html"), "--html", [])
+    (tmp_path / "run.json").write_text("{}")  # of no run
+    check_output(str(tmp_path / "run.json"), "--json", [])

@@ -7,8 +7,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from dflash_lightning.errors import SettingError
 from dflash_lightning.head import DraftHead
 from dflash_lightning.model import DraftModel, load_draft, save_draft
+from dflash_lightning.model.found import find_draft_config
 from dflash_lightning.model.stated import check_kinds
 
 ODD = [4.5, -1, "x", [None], {"a": 1}, float("nan")]
@@ -76,9 +78,9 @@ def test_no_value_of_another_kind_gets_past_the_settings(place, layout):
                 load_draft(place)
             except ValueError as error:
                 assert str(place) in str(error) or "The drafter" in str(error) or "config" in str(error), (path, odd)
-                refused += 1
-            except OSError as error:
-                assert "model.safetensors" in str(error)
+                refused += "it holds config.json and no weights" not in str(error)
+            else:
+                raise AssertionError("there are no weights to load")
     assert refused > 100
 
 
@@ -190,3 +192,19 @@ def test_a_norm_that_gives_no_numbers_is_refused(tiny_target, make_draft, eps):
     config.rms_norm_eps = eps
     with pytest.raises(ValueError, match=rf"rms_norm_eps: {eps} is not >= 0"):
         DraftModel(config)
+
+
+def test_a_recipe_is_told_which_of_its_keys_names_the_folder(place):
+    """`fit` blamed the target for the config.json of init_from, and did not name the folder."""
+    (place / "config.json").write_text("{}")
+    with pytest.raises(SettingError, match=rf"{place}: config.json states no target_layer_ids") as error:
+        find_draft_config(place, setting="init_from")
+    assert error.value.where == "init_from"
+    with pytest.raises(ValueError, match=f"^{place}: config.json states"):
+        find_draft_config(place, setting="--draft")
+
+
+def test_settings_without_weights_are_named(place):
+    (place / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"draft: it holds config.json and no weights \(model.safetensors\)"):
+        load_draft(place)

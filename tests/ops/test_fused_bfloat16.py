@@ -37,7 +37,7 @@ def test_softmax_of_rows(bad: float | None) -> None:
     if bad is not None:
         x[2, 7] = bad
     (top, total), wide = softmax_sums(x, LOG_FLOOR), softmax_sums(x.float(), LOG_FLOOR)
-    torch.testing.assert_close((top, total), wide, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close((top, total), wide, rtol=1e-6, atol=0, equal_nan=True)  # sums in another order
     factor = torch.linspace(-1, 2, 5) / total
     exact = torch.empty(5, 1031)
     softmax_write(x.float(), top, factor, LOG_FLOOR, exact)

@@ -22,6 +22,7 @@ def test_products_are_those_of_the_plain_weight(
 ) -> None:
     weight, rows, gradient = torch.randn(300, 17), torch.randn(5, 17), torch.randn(5, 300)
     monkeypatch.setattr(head_products, "PACKED_BYTES", copies * weight.nbytes)
+    monkeypatch.setattr(head_products, "FEW_ROWS", 2**30)
     products = HeadProducts(weight.to(dtype))
     assert products.packed == (copies > 0 and dtype == torch.float32)
     room, out = torch.empty(5, 300, dtype=dtype), torch.empty(5, 17, dtype=dtype)
@@ -32,7 +33,8 @@ def test_products_are_those_of_the_plain_weight(
     torch.testing.assert_close(out.double(), gradient.double() @ weight.double(), rtol=0, atol=1e-4)
 
 
-def test_a_head_whose_rows_change_is_laid_out_anew() -> None:
+def test_a_head_whose_rows_change_is_laid_out_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head_products, "FEW_ROWS", 2**30)
     head, labels = LanguageHead(torch.randn(30, 4)), torch.randint(0, 30, (1, 2, 3))
     hidden = torch.randn(1, 2, 3, 4, requires_grad=True)
 
@@ -49,11 +51,15 @@ def test_a_head_whose_rows_change_is_laid_out_anew() -> None:
 
 
 def test_copies_and_chunks_have_bounds() -> None:
-    mib = 2**20
-    assert [packed_copies(CPU, n * mib) for n in (1, 56, 57, 112, 113)] == [2, 2, 1, 1, 0]
-    assert packed_copies(torch.device("meta"), mib) == 0
-    rows = [chunk_rows(CPU, mib, itemsize=4, packed=p, buffers=b) for p, b in ((True, 1), (False, 1), (False, 3))]
-    assert rows == [7, 24, 8]
-    assert chunk_rows(torch.device("meta"), mib, itemsize=4, packed=False, buffers=3) == 64
-    assert chunk_rows(CPU, mib, itemsize=2, packed=True, buffers=1) == 14
-    assert chunk_rows(CPU, 2**40, itemsize=4, packed=True, buffers=1) == 1
+    k, other = 2**10, torch.device("meta")
+    widths = [256, 448, 449, 896, 897]  # a copy of 32, 56, .. MiB
+    assert [packed_copies(CPU, 32 * k, width, 4) for width in widths] == [2, 2, 1, 1, 0]
+    assert packed_copies(CPU, 28 * k, 1, 4) == 0 and packed_copies(CPU, 28 * k + 1, 1, 4) == 2
+    assert packed_copies(other, 32 * k, 256, 4) == 0
+
+    def rows(columns: int, itemsize: int = 4, *, packed: bool = False, buffers: int = 1) -> int:
+        return chunk_rows(CPU, columns, itemsize=itemsize, packed=packed, buffers=buffers)
+
+    assert [rows(n * k) for n in (7, 28, 56, 112, 2**30)] == [1024, 256, 256, 219, 1], "96 MiB from 96k columns on"
+    assert [rows(112 * k, buffers=3), rows(112 * k, packed=True), rows(56 * k, 2, packed=True)] == [73, 64, 256]
+    assert chunk_rows(other, k * k, itemsize=4, packed=False, buffers=3) == 64

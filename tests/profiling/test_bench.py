@@ -33,11 +33,7 @@ def words(shape: Shape) -> list[str]:
 
 
 def counted(run: Any) -> int:
-    def of_laid_out(rows: Any, weight: Any, *_: Any, out_shape: Any, **__: Any) -> int:
-        return 2 * int(torch.Size(rows).numel()) * int(out_shape[-1])
-
-    known = {torch.ops.mkldnn._linear_pointwise: of_laid_out}  # which torch does not count by itself
-    with FlopCounterMode(display=False, custom_mapping=known) as counter:
+    with FlopCounterMode(display=False) as counter:
         run()
     return counter.get_total_flops()
 

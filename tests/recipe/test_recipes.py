@@ -19,6 +19,7 @@ from dflash_lightning.recipe import RecipeError, build_recipe, check_recipe, dat
 from dflash_lightning.recipe.folders import group_options, recipe_names, recipes_folder, summary_of
 from dflash_lightning.recipe.hints import advice, conform, describe, fits
 
+BENCH = [name for name in recipe_names() if name.startswith("bench/")]
 RECIPES = [name for name in recipe_names() if "/" not in name]  # test_ablations.py has those in sub-folders
 PARTNERS = {  # what an option does not go without
     ("loss", "confidence"): ["head=markov", "head.confidence=true"],
@@ -89,6 +90,11 @@ def test_option_says_what_it_is(group: str, option: str) -> None:
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipe_checks(name: str, files: list[str]) -> None:
     check_recipe(load_recipe(name, files))
+
+
+@pytest.mark.parametrize("name", BENCH)
+def test_recipe_of_the_bench_checks_with_its_own_rows(name: str, files: list[str]) -> None:
+    check_recipe(load_recipe(name, [f for f in files if f.startswith("target.")]))
 
 
 @pytest.mark.parametrize(("group", "option"), [(g, o) for g, o in OPTIONS if g != "callbacks"])

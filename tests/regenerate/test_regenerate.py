@@ -394,7 +394,7 @@ def test_rows_of_other_settings_are_never_mixed_or_overwritten(
     with pytest.raises(ValueError, match="another prompts"):
         run(prompts, target, out)
     out.with_name("out.jsonl.meta.json").unlink()
-    with pytest.raises(ValueError, match="another chat_template"):
+    with pytest.raises(ValueError, match=r"not known to be of dflash regenerate \(it has no out.jsonl.meta.json\)"):
         run(prompts, target, out)
     assert out.read_bytes() == content
 
