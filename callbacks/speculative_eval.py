@@ -189,7 +189,7 @@ class SpeculativeEval(Callback):
         self._log(trainer, pl_module, evaluation, figures)
         warning = disagreement(*pl_module.step_log.take_first_slot(), evaluation.stats)
         if trainer.is_global_zero:
-            print_line(evaluation.table(f"decoding, {title}"))
+            print_line(evaluation.table(f"decoding, {title}", interval=True))
             if warning is not None and not self._has_warned:
                 print_line(warning)
                 self._has_warned = True

@@ -8,6 +8,7 @@ from typing import Any
 from dflash_lightning.decoding.decoder import DecodeResult, SpeculativeDecoder
 from dflash_lightning.decoding.degenerate import degenerate, repetition_warning
 from dflash_lightning.decoding.difference import Difference, first_difference
+from dflash_lightning.decoding.interval import tau_interval
 from dflash_lightning.decoding.loop import OnRound
 from dflash_lightning.decoding.settings import DecodingSettings
 from dflash_lightning.decoding.stats import DecodeStats
@@ -119,8 +120,11 @@ class Evaluation:
             "plain_s_per_token": self.plain.s_per_token(),
         }
 
-    def table(self, title: str) -> str:
-        """The figures as a few lines. Speed is shown for one prompt at a time only."""
+    def table(self, title: str, *, interval: bool = False) -> str:
+        """The figures as a few lines. Speed is shown for one prompt at a time only.
+
+        With ``interval`` that of tau stands beside it, where this rank has all answers.
+        """
         stats = self.stats
         if not stats.rounds:  # every answer was a single token; the outputs were compared all the same
             return "\n".join([f"{title}: no round was drafted", *self._against_plain()])
@@ -131,8 +135,8 @@ class Evaluation:
         cut = f"; not of the {short} rounds with room for fewer drafts" if short else ""
         together = "" if self.batch_size == 1 else f"  (of {min(self.batch_size, stats.requests)} prompts together)"
         lines = [
-            f"{title}: tau {stats.tau:.3f} tokens per round ({stats.committed} tokens, {stats.rounds} rounds, "
-            f"{stats.requests} prompts)",
+            f"{title}: tau {stats.tau:.3f} tokens per round ({self._spread() if interval else ''}{stats.committed} "
+            f"tokens, {stats.rounds} rounds, {stats.requests} prompts)",
             "  survival by slot      " + " ".join(f"{share:.2f}" for share in stats.survival),
             f"  accepted drafts       {histogram}   (* = whole block, {stats.ceiling:.1%}{cut})",
             f"  ms per round          draft {stats.stage_ms('draft'):.1f}  verify {stats.stage_ms('verify'):.1f}  "
@@ -143,6 +147,11 @@ class Evaluation:
         if stats.looped_requests or stats.cut_requests:
             lines.append(f"  answers               {degenerate(stats)}")
         return "\n".join([*lines, *self._against_plain()])
+
+    def _spread(self) -> str:
+        """How sure tau is; nothing where answers are on other ranks, or are too few."""
+        found = tau_interval(self.generations) if len(self.generations) == self.stats.requests else None
+        return "" if found is None else f"95 %: {found}; "
 
     def _against_plain(self) -> list[str]:
         """Lines of the table: speed, identity, where outputs part, and what makes the figures doubtful."""

@@ -47,7 +47,13 @@ def test_a_difference_names_prompt_token_and_the_targets_own_gap_there(family, m
     assert difference.logit_gap > float(logits.topk(2).values.diff().abs())
     assert evaluation.broken and evaluation.lossless is False and not difference.rounding
     assert evaluation.summary()["differences"][0]["logit_gap"] == difference.logit_gap
+    found = tau_interval(evaluation.generations)
+    assert f"tokens per round (95 %: {found}; " in evaluation.table("title", interval=True)
+    assert "95 %" not in dataclasses.replace(evaluation, generations=evaluation.generations[:1]).table(
+        "title", interval=True
+    )
     table = evaluation.table("title")
+    assert "95 %" not in table  # `dflash evaluate` has a line with it for every file
     assert "lossless: NO (1 of 2 outputs identical)" in table
     assert f"prompt 11 at token 3 (logit gap {difference.logit_gap:.2g}, {difference.ulps:.2g} ulp)" in table
     assert "1 outputs are not the target's own" in table
