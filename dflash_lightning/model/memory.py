@@ -25,6 +25,8 @@ _SPLIT = 1.03
 _WIDE = 4  # bytes of float32: parameters, gradients, optimizer, norms
 # Logits of a chunk, their probabilities and the gradient; one, where the gradient takes the logits' memory.
 _CHUNKS = 3
+# Freed blocks that are smaller stay with the process (glibc, at most), in pieces that no gradient fits.
+_GIVEN_BACK = 32 * 2**20
 # What makes a part smaller, as settings of a recipe.
 ADVICE = {
     "target": "a smaller target, or target.dtype=bfloat16",
@@ -42,9 +44,13 @@ ADVICE = {
 
 @dataclass(frozen=True)
 class StepMemory:
-    """Bytes by part, weights included. ``before`` names parts that are there before the first step."""
+    """Bytes by part, weights included. ``before`` names parts that are there before the first step.
+
+    ``shared`` of them are held by two parts in turn: logits that are given back before the gradients are made.
+    """
 
     parts: Mapping[str, int]
+    shared: int = 0
     before: frozenset[str] = field(default=frozenset({"target", "drafter"}))
 
     @property
@@ -55,7 +61,8 @@ class StepMemory:
     @property
     def growth(self) -> int:
         """What steps take beyond what is there before the first."""
-        return round(_SPLIT * sum(count for name, count in self.parts.items() if name not in self.before))
+        taken = sum(count for name, count in self.parts.items() if name not in self.before)
+        return round(_SPLIT * (taken - self.shared))
 
     @property
     def largest(self) -> str:
@@ -113,16 +120,18 @@ def step_memory(
     kept += tokens * config.hidden_size * (2 * narrow if fused else narrow + 2 * _WIDE)  # the joined features' norm
     kept += 0 if autocast is None else (weights + tokens * width) * narrow  # copies of weights and features
     features = tokens * (width + keys) * target.dtype.itemsize
+    gradients, rows = _WIDE * trained, blocks * config.alignment.num_drafts
+    chunk, head = _logit_bytes(draft, target, spec, rows, autocast)
     parts = {
         "target": sum(p.numel() * p.element_size() for p in target.model.parameters()),
         "drafter": _WIDE * weights,
-        "gradients and optimizer": 3 * _WIDE * trained,  # AdamW has two moments
+        "gradients and optimizer": 3 * gradients,  # AdamW has two moments
         "activations": kept,
         "features": features,
         **({"next batch": 2 * features + _pass_bytes(target, tokens)} if ahead else {}),
-        "logits": _logit_bytes(draft, target, spec, blocks * config.alignment.num_drafts, autocast),
+        "logits": chunk + head,
     }
-    return StepMemory(parts)
+    return StepMemory(parts, min(gradients, chunk) if chunk > _GIVEN_BACK else 0)
 
 
 def _pass_bytes(target: FrozenTarget, tokens: int) -> int:
@@ -171,8 +180,8 @@ def _widths(geometry: LayerGeometry) -> tuple[int, int, int]:
 
 def _logit_bytes(
     draft: DraftModel, target: FrozenTarget, spec: FeatureSpec, rows: int, autocast: torch.dtype | None
-) -> int:
-    """The chunks of logits that exist at a time, copies of the head, and the hidden rows with their gradients."""
+) -> tuple[int, int]:
+    """The chunks of logits that exist at a time; and copies of the head with the hidden rows and their gradients."""
     columns, width = draft.config.draft_vocab_size or target.facts.vocab_size, draft.config.hidden_size
     narrow = _WIDE if autocast is None else autocast.itemsize
     copies = packed_copies(draft.device, columns, width, narrow)
@@ -181,7 +190,7 @@ def _logit_bytes(
     size, buffers = (narrow, 1) if over else (_WIDE, _CHUNKS)
     most = chunk_rows(draft.device, columns, itemsize=size, packed=copies > 0, buffers=buffers)
     head = (copies if autocast is None else max(1, copies)) * columns * width * narrow  # its cast, or laid out
-    return min(rows, most) * columns * each + head + 2 * rows * width * _WIDE
+    return min(rows, most) * columns * each, head + 2 * rows * width * _WIDE
 
 
 def size_text(count: int) -> str:

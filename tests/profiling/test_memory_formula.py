@@ -116,6 +116,8 @@ def test_the_line_names_every_part_and_the_advice_the_largest() -> None:
         assert memory.largest == name and advice in memory.advice() and "3.0 GiB" in memory.advice()
     grown = StepMemory(parts).growth  # target and drafter are there before
     assert 1.0 <= grown / ((len(parts) - 2) * 2**20) < 1.2 and StepMemory(parts).total == grown + 2 * 2**20
+    in_turn = StepMemory(parts, shared=2**20).growth  # what two parts hold one after the other counts once
+    assert grown - in_turn == pytest.approx(2**20, rel=0.1)
 
 
 @pytest.mark.slow
