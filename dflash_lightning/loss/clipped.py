@@ -40,13 +40,13 @@ class ClippedReverseKL(WeightedLoss):
             raise SettingError("loss.clip", f"{clip} leaves no loss", "Use a positive number, or null")
         super().__init__(
             loss="reverse_kl",
+            labels="target",
             temperature=temperature,
             decay=decay,
             normalize="weights",
             coefficient=coefficient,
             view=view,
         )
-        self.labels = "target"
         self.clip = None if clip is None else float(clip)
         self.per_batch = per_batch
 

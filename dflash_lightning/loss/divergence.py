@@ -33,6 +33,7 @@ class Divergence(WeightedLoss):
             raise SettingError("loss.kind", f"{kind!r} is unknown", f"Use one of {list(get_args(DivergenceKind))}")
         super().__init__(
             loss=kind,
+            labels="target",
             temperature=temperature,
             decay=decay,
             normalize="weights",
@@ -41,7 +42,6 @@ class Divergence(WeightedLoss):
             view=view,
         )
         self.kind: DivergenceKind = kind
-        self.labels = "target"
 
 
 class TotalVariation(WeightedLoss):
@@ -66,6 +66,7 @@ class TotalVariation(WeightedLoss):
     ) -> None:
         super().__init__(
             loss="tv",
+            labels="target",
             temperature=temperature,
             decay=decay,
             normalize="weights",
@@ -73,4 +74,3 @@ class TotalVariation(WeightedLoss):
             coefficient=coefficient,
             view=view,
         )
-        self.labels = "target"

@@ -23,9 +23,14 @@ from dflash_lightning.types import BlockLayout
 WeightKind = Literal["decay", "label", "label_reach", "label_continuation", "overlap", "auf", "vat", "target"]
 
 
+def _products(chances: Float[Tensor, "*blocks K"], counted: Bool[Tensor, "*blocks K"]) -> Float[Tensor, "*blocks K"]:
+    """The product of ``chances`` over the counted slots up to each slot, itself among them."""
+    return torch.where(counted, chances, 1.0).cumprod(-1)
+
+
 def reach(chances: Float[Tensor, "*blocks K"], counted: Bool[Tensor, "*blocks K"]) -> Float[Tensor, "*blocks K"]:
     """``P_k``: the product of ``chances`` over the counted slots up to ``k``, itself among them; 0 at other slots."""
-    return torch.where(counted, torch.where(counted, chances, 1.0).cumprod(-1), 0.0)
+    return torch.where(counted, _products(chances, counted), 0.0)
 
 
 def suffix(chances: Float[Tensor, "*blocks K"], counted: Bool[Tensor, "*blocks K"]) -> Float[Tensor, "*blocks K"]:
@@ -125,8 +130,7 @@ def _after_failure(ok: Tensor, block: Block, counted: Tensor, decay: float | Non
 
 
 def _reached(chances: Tensor, counted: Tensor) -> Tensor:
-    reached = torch.where(counted, chances, 1.0).cumprod(-1)
-    return torch.nn.functional.pad(reached[..., :-1], (1, 0), value=1.0)
+    return torch.nn.functional.pad(_products(chances, counted)[..., :-1], (1, 0), value=1.0)
 
 
 WEIGHTS: dict[str, Weight] = {
